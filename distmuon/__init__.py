@@ -1,0 +1,21 @@
+"""DistMuon: the Muon optimizer over sharded weight matrices, its batched packing, and a counter of what a step launches."""
+
+from distmuon.matrices import matrix_rows
+from distmuon.optimizer import DistMuon
+from distmuon.packing import batched_copy_
+from distmuon.plan import Plan
+from distmuon.routing import split_parameters
+from distmuon.variants import VARIANTS, Variant
+from distmuon.workloads.storage import PUBLISHED_BUCKETS, plan_for
+
+__all__ = [
+    "PUBLISHED_BUCKETS",
+    "VARIANTS",
+    "DistMuon",
+    "Plan",
+    "Variant",
+    "batched_copy_",
+    "matrix_rows",
+    "plan_for",
+    "split_parameters",
+]

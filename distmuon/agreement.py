@@ -1,0 +1,69 @@
+"""Agreement: what only the ranks together can see is compared once, at construction, before any exchange."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+#: For each mesh, by its global ranks, what this rank is about to do with it: (what, value) items in order.
+Claims = Mapping[tuple[int, ...], Sequence[tuple[str, str]]]
+
+
+def host_group() -> dist.ProcessGroup:
+    """A group of all ranks that takes host objects: the default group if it serves the CPU, else a gloo group of its own."""
+    world = dist.group.WORLD
+    assert world is not None
+    backends = dist.get_backend_config(world)
+    return dist.new_group(backend="gloo") if "cpu:" not in backends else world
+
+
+def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raise on every rank of ``group``, or on none.
+
+    One small collective if all is well, of digests; where ranks differ a second one fetches the claims themselves.
+
+    Args:
+        claims: must be equal on the ranks of each mesh.
+        error: what this rank found wrong by itself, if anything.
+        group: of all ranks.
+
+    Raises:
+        ValueError: ranks differ, or another rank found an error; names the first difference and the ranks.
+        Exception: ``error`` itself, on the rank that found it.
+    """
+    digests = {mesh: hashlib.sha256(repr(tuple(items)).encode()).hexdigest() for mesh, items in claims.items()}
+    gathered = _gather((digests, error and f"{type(error).__name__}: {error}"), group)
+    if error:
+        raise error
+    for rank, (_, message) in enumerate(gathered):
+        if message:
+            raise ValueError(f"rank {rank} could not set up DistMuon, so no rank can: {message}")
+    meshes = sorted({mesh for theirs, _ in gathered for mesh in theirs})
+    different = [mesh for mesh in meshes if len({gathered[rank][0].get(mesh) for rank in mesh}) > 1]
+    if different:
+        everything = _gather(dict(claims), group)
+        mesh = different[0]
+        raise ValueError(_first_difference(mesh, {rank: everything[rank].get(mesh, ()) for rank in mesh}))
+
+
+def _gather(value: object, group: dist.ProcessGroup) -> list:
+    gathered: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def _first_difference(mesh: tuple[int, ...], claims: Mapping[int, Sequence[tuple[str, str]]]) -> str:
+    absent = ("nothing", "nothing")
+    for items in itertools.zip_longest(*claims.values(), fillvalue=absent):
+        if len(set(items)) == 1:
+            continue
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, (_, value) in zip(claims, items, strict=True):
+            ranks_by_value.setdefault(value, []).append(rank)
+        what = next(item[0] for item in items if item is not absent)
+        said = "; ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {v}" for v, r in ranks_by_value.items())
+        return f"the ranks of mesh {mesh} disagree on {what}. {said}"
+    raise AssertionError("the claims are equal")

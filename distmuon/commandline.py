@@ -1,0 +1,43 @@
+"""The command line of every script: unknown options and values are refused with the nearest valid one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from distmuon.names import choose
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose help is the script's docstring, and which takes no abbreviations."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parse, or exit with code 2 and say which known option is nearest to an unknown one."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        for option in (text.partition("=")[0] for text in unknown if text.startswith("-")):
+            try:
+                choose("option", option, self._option_string_actions)
+            except ValueError as error:
+                self.error(str(error))
+        if unknown:
+            self.error(f"arguments too many: {' '.join(unknown)}")
+        return parsed
+
+
+def one_of(kind: str, options: Iterable[str]) -> Callable[[str], str]:
+    """An argparse ``type`` that takes one of ``options`` and names the nearest for any other text."""
+    valid = list(options)
+
+    def read(text: str) -> str:
+        try:
+            return choose(kind, text, valid)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read

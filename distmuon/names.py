@@ -1,0 +1,24 @@
+"""Choosing by name: one error message for every unknown name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def choose(kind: str, value: str, options: Iterable[str]) -> str:
+    """Return ``value`` if it is one of ``options``.
+
+    Args:
+        kind: what is being chosen, for the message ("variant", "workload", ...).
+        value: the name that was given.
+        options: the valid names, at least one.
+
+    Raises:
+        ValueError: the name is unknown; the message gives the nearest valid name and all of them.
+    """
+    valid = list(options)
+    if value in valid:
+        return value
+    nearest = difflib.get_close_matches(str(value), valid, n=1, cutoff=0.0)[0]
+    raise ValueError(f"unknown {kind} {value!r}; did you mean {nearest!r}? Valid: {', '.join(valid)}")

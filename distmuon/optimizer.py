@@ -1,0 +1,298 @@
+"""DistMuon: Muon for parameters of which no rank holds a whole matrix. An ordinary ``torch.optim.Optimizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from distmuon.agreement import agree, host_group
+from distmuon.buckets import Patterns
+from distmuon.exchange import Exchanger
+from distmuon.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
+from distmuon.newton_schulz import COEFFICIENTS
+from distmuon.placement import ParameterSpec, Storage
+from distmuon.plan import Plan, plan_step
+from distmuon.step import LocalParameter, Settings, StepRunner
+from distmuon.variants import Variant, get_variant
+
+ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
+NS_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class DistMuon(torch.optim.Optimizer):
+    """Muon over sharded matrices: each is brought to an owner, orthogonalised there, and its update sent back.
+
+    Names, defaults and meaning up to ``adjust_lr_fn`` are those of ``torch.optim.Muon``. The update of a matrix depends neither
+    on how it is stored nor on the number of ranks. Construction is collective: all ranks construct it together, and it
+    raises on all of them if they were given different parameters or settings.
+
+    Args:
+        params: parameters, named parameters, or groups (dicts with ``params``, best with named ones, and their own settings).
+            2-D parameters are one matrix unless ``row_blocks`` cuts their rows, 3-D ones a batch along dim 0. DTensors
+            sharded by ``Shard`` or ``_StridedShard`` or replicated, or plain tensors.
+        lr: learning rate, a float or a tensor of one element.
+        weight_decay: decoupled weight decay.
+        momentum: of the running mean of gradients.
+        nesterov: Nesterov momentum.
+        ns_coefficients: a, b, c of the Newton-Schulz polynomial.
+        eps: lower bound of the norm that divides a matrix.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr_fn: None or "original", sqrt(max(1, rows / cols)); "match_rms_adamw", 0.2 sqrt(max(rows, cols)).
+        row_blocks: pattern -> rows of each matrix (one size, or a tuple); for a 3-D parameter, within each matrix of the batch.
+            Groups may carry it instead.
+        buckets: name patterns of each bucket, in order; None: chosen by size and process group.
+        variant: "batched", "baseline", or a :class:`~distmuon.variants.Variant`.
+        ns_dtype: of Newton-Schulz, bfloat16 or float32.
+
+    Raises:
+        ValueError: a setting, parameter, pattern or placement that can't be used, named; or ranks that differ.
+        TypeError: a parameter that is not a floating point tensor.
+
+    State is ``momentum_buffer`` for each parameter, from construction, with the parameter's mesh and placements.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        row_blocks: RowBlocks | None = None,
+        buckets: Patterns | None = None,
+        variant: str | Variant = "batched",
+        ns_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        if ns_dtype not in NS_DTYPES:
+            raise ValueError(f"ns_dtype is {ns_dtype}: choose torch.bfloat16 or torch.float32")
+        self._variant = get_variant(variant)
+        self._ns_dtype = ns_dtype
+        self._buckets = buckets
+        self._row_blocks = row_blocks
+        self._plan: Plan | None = None
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "row_blocks": None,
+        }
+        super().__init__(params, defaults)
+        self._set_up()
+
+    @property
+    def plan(self) -> Plan:
+        """This rank's plan; ``plan.report()`` has a row for each bucket and rank."""
+        assert self._plan is not None
+        return self._plan
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters and plan anew; collective, as construction is."""
+        super().add_param_group(param_group)
+        if self._plan is not None:
+            self._set_up()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters.
+
+        Args:
+            closure: evaluates the loss again, with gradients; optional.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            ValueError: a parameter has no gradient, or one that is placed or typed unlike the parameter; raised before this
+                rank joins any exchange.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        tensors = []
+        for group in self.param_groups:
+            settings = _settings(group)
+            for name, parameter in _named(group):
+                tensors.append(self._local(name, parameter, settings))
+        self._runner.run(tensors)
+        return loss
+
+    def _set_up(self) -> None:
+        """Check, agree with the other ranks, plan, and reserve state and buffers."""
+        error: Exception | None = None
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        meshes = [p.device_mesh for p in parameters if isinstance(p, DTensor)]
+        specs: tuple[ParameterSpec, ...] = ()
+        plan: Plan | None = None
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        try:
+            device = _one_device(self.param_groups)
+            specs = self._specs()
+            plan = plan_step(specs, rank, self._buckets)
+        except (ValueError, TypeError) as found:
+            error = found
+        if meshes:
+            agree(self._claims(specs), error, host_group())
+        elif error:
+            raise error
+        assert plan is not None
+        for parameter in parameters:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+        self._plan = plan
+        exchanger = Exchanger(plan, _process_groups(plan, parameters), device)
+        self._runner = StepRunner(plan, exchanger, self._variant, self._ns_dtype)
+
+    def _specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe every parameter, checking it and the settings of its group."""
+        specs: list[ParameterSpec] = []
+        names = [name for group in self.param_groups for name, _ in _named(group)]
+        refuse_unmatched("row_blocks", self._row_blocks or (), names)
+        for group in self.param_groups:
+            _settings(group)
+            blocks = group["row_blocks"]
+            if blocks and self._row_blocks and dict(blocks) != dict(self._row_blocks):
+                raise ValueError(f"row_blocks is {self._row_blocks!r}, but a group carries {blocks!r}: give it once")
+            refuse_unmatched("row_blocks", blocks or (), names)
+            for name, parameter in _named(group):
+                if not parameter.is_floating_point():
+                    raise TypeError(f"parameter {name!r} is {parameter.dtype}: Muon takes real floating point matrices")
+                shape = tuple(parameter.shape)
+                rows = matrix_rows(name, shape, blocks or self._row_blocks)
+                try:
+                    storage = _storage(parameter)
+                    specs.append(ParameterSpec(name, shape, parameter.dtype, rows, storage))
+                except ValueError as refused:
+                    raise ValueError(f"parameter {name!r}: {refused}") from None
+        duplicate = next((name for index, name in enumerate(names) if name in names[:index]), None)
+        if duplicate:
+            raise ValueError(f"two parameters are named {duplicate!r}: patterns and plans need distinct names")
+        return tuple(specs)
+
+    def _claims(self, specs: tuple[ParameterSpec, ...]) -> dict[tuple[int, ...], list[tuple[str, str]]]:
+        """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
+        settings = [_settings(group) for group in self.param_groups for _ in group["params"]]
+        claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+        for spec, own in zip(specs, settings, strict=False):
+            if spec.storage:
+                items = claims.setdefault(spec.storage.ranks, [])
+                items.append((f"parameter {len(items)} there", f"{spec.name!r} of shape {spec.shape}, {spec}, {own}"))
+        for items in claims.values():
+            items.append(("the buckets", repr(self._buckets)))
+            items.append(("the variant and ns_dtype", f"{self._variant}, {self._ns_dtype}"))
+        return claims
+
+    def _local(self, name: str, parameter: Tensor, settings: Settings) -> LocalParameter:
+        gradient = parameter.grad
+        if gradient is None:
+            raise ValueError(
+                f"parameter {name!r} has no gradient on this rank: every rank needs one for each Muon parameter. Leave it "
+                "out of DistMuon, or give it a zero gradient"
+            )
+        if isinstance(parameter, DTensor) and (
+            not isinstance(gradient, DTensor) or gradient.placements != parameter.placements
+        ):
+            placed = gradient.placements if isinstance(gradient, DTensor) else "a plain tensor"
+            raise ValueError(f"parameter {name!r} is placed {parameter.placements}, but its gradient {placed}")
+        if gradient.is_sparse:
+            raise ValueError(f"parameter {name!r} has a sparse gradient: Muon needs a dense one")
+        momentum = self.state[parameter]["momentum_buffer"]
+        if gradient.dtype != momentum.dtype:
+            raise ValueError(f"parameter {name!r} has a gradient of {gradient.dtype}, but momentum of {momentum.dtype}")
+        return LocalParameter(_local3(parameter), _local3(gradient), _local3(momentum), settings)
+
+
+def _named(group: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """Names and parameters of a group; unnamed ones are numbered."""
+    names = group.get("param_names") or [f"parameter{index}" for index in range(len(group["params"]))]
+    return [(clean_name(name), parameter) for name, parameter in zip(names, group["params"], strict=True)]
+
+
+def _settings(group: dict[str, Any]) -> Settings:
+    """The settings of a group as numbers.
+
+    Raises:
+        ValueError: a setting out of range, named.
+    """
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr is a tensor of {lr.numel()} elements: give one")
+        lr = lr.item()
+    values = {field.name: group[field.name] for field in fields(Settings)} | {"lr": lr}
+    for name in ("lr", "weight_decay", "momentum", "eps"):
+        if not values[name] >= 0.0:
+            raise ValueError(f"{name} is {values[name]}: it can't be negative")
+    if values["adjust_lr_fn"] not in ADJUST_LR_FNS:
+        raise ValueError(f"adjust_lr_fn is {values['adjust_lr_fn']!r}: choose one of {ADJUST_LR_FNS}")
+    if len(values["ns_coefficients"]) != 3:
+        raise ValueError(f"ns_coefficients is {values['ns_coefficients']!r}: give a, b, c")
+    if not 0 < values["ns_steps"] < 100:
+        raise ValueError(f"ns_steps is {values['ns_steps']}: give 1 to 99")
+    return Settings(**values)
+
+
+def _storage(parameter: Tensor) -> Storage | None:
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    return Storage(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(parameter.placements))
+
+
+def _one_device(groups: list[dict[str, Any]]) -> torch.device:
+    devices: dict[torch.device, str] = {}
+    for group in groups:
+        for name, parameter in _named(group):
+            devices.setdefault(_plain(parameter).device, name)
+    if len(devices) > 1:
+        shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(f"the parameters are on several devices ({shown}): move them to one")
+    return next(iter(devices))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local3(tensor: Tensor) -> Tensor:
+    local = _plain(tensor)
+    return local if local.ndim == 3 else local.unsqueeze(0)
+
+
+def _process_groups(plan: Plan, parameters: list[Tensor]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """The process group of each exchange, from the mesh of a parameter that takes part in it."""
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for spec, parameter in zip(plan.parameters, parameters, strict=True):
+        axes = spec.exchange_axes()
+        if axes and spec.storage and isinstance(parameter, DTensor):
+            ranks = spec.storage.subgroup(plan.rank, axes)
+            if ranks not in groups:
+                groups[ranks] = _group_of_axes(parameter.device_mesh, axes)
+    return groups
+
+
+def _group_of_axes(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    if mesh.ndim == len(axes):
+        return mesh._flatten().get_group()
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return mesh[tuple(names[axis] for axis in axes)]._flatten().get_group()

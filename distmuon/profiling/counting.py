@@ -1,0 +1,171 @@
+"""Counts of one optimizer step of a workload, on every rank in turn, with no GPU, no weights and no other process.
+
+Each rank's real ``DistMuon`` steps on meta tensors under torch's fake process group, so what is counted is what the code
+that trains dispatches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from distmuon.buckets import Patterns
+from distmuon.names import choose
+from distmuon.optimizer import DistMuon
+from distmuon.placement import ParameterSpec
+from distmuon.profiling.counter import SOURCES, Counts, LaunchCounter
+from distmuon.variants import Variant, get_variant
+from distmuon.workloads.config import MUON_RECIPE, Workload, get_workload
+from distmuon.workloads.storage import get_buckets, muon_parameters
+
+NS_ALGORITHMS = ("standard",)
+
+
+@dataclass(frozen=True)
+class LaunchCounts:
+    """What a step of a workload launches on each rank.
+
+    Attributes:
+        question: workload, ranks, ep, variant, ns_algorithm and buckets, as asked.
+        per_rank: counts by rank.
+    """
+
+    question: dict[str, Any]
+    per_rank: tuple[Counts, ...]
+
+    def mean(self, value: str) -> float:
+        """Mean over ranks of ``async_copies``, ``launches``, ``collectives`` or ``wire_bytes``."""
+        return sum(getattr(counts, value) for counts in self.per_rank) / len(self.per_rank)
+
+    def by_source(self) -> list[dict[str, Any]]:
+        """Mean copies and launches of each source that has any, in the order of a step."""
+        rows = []
+        for source in SOURCES:
+            found = [counts.by_source[source] for counts in self.per_rank if source in counts.by_source]
+            if found:
+                copies, launches = (
+                    sum(values) / len(self.per_rank) for values in zip(*((a.memcpys, a.launches) for a in found), strict=True)
+                )
+                rows.append({"source": source, "async_copies": copies, "launches": launches})
+        return rows
+
+    def batched_copies(self) -> Counter[tuple[int, bool]]:
+        """Fused copies of more than one pair, summed over ranks: (pairs, all of one size?) -> calls."""
+        return sum((counts.batched_copies for counts in self.per_rank), Counter())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as the scripts print it."""
+        values = ("async_copies", "launches", "collectives", "wire_bytes")
+        by_pairs: Counter[int] = Counter()
+        for (pairs, _), calls in self.batched_copies().items():
+            by_pairs[pairs] += calls
+        return {
+            **self.question,
+            "mean": {value: self.mean(value) for value in values},
+            "per_rank": [
+                {"rank": rank, **{value: getattr(counts, value) for value in values}}
+                for rank, counts in enumerate(self.per_rank)
+            ],
+            "by_source": self.by_source(),
+            "batched_copies": {
+                "calls": by_pairs.total(),
+                "by_pairs": {str(pairs): by_pairs[pairs] for pairs in sorted(by_pairs)},
+            },
+        }
+
+
+def count_launches(
+    workload: str | Workload,
+    ranks: int | None = None,
+    ep: int | None = None,
+    variant: str | Variant = "batched",
+    *,
+    ns_algorithm: str = "standard",
+    buckets: str | Patterns = "published",
+    toolchain: str = "rocm",
+) -> LaunchCounts:
+    """Count what one optimizer step launches on a GPU, on every rank.
+
+    Args:
+        workload: a name or a :class:`~distmuon.workloads.Workload`.
+        ranks: of the job; default the workload's own.
+        ep: expert-parallel degree; default the workload's own.
+        variant: of the step.
+        ns_algorithm: arithmetic of Newton-Schulz; "standard" is that of ``torch.optim.Muon``.
+        buckets: "published", "auto", or patterns.
+        toolchain: "rocm" or "cuda13", whose limits a fused launch has.
+
+    Raises:
+        ValueError: an unknown name, with the nearest; or ranks, ep and experts that do not fit.
+        RuntimeError: a process group exists already; counting needs one of its own.
+    """
+    workload = get_workload(workload) if isinstance(workload, str) else workload
+    ranks = workload.default_ranks if ranks is None else ranks
+    ep = workload.default_ep if ep is None else ep
+    choose("ns_algorithm", ns_algorithm, NS_ALGORITHMS)
+    variant_name = variant if isinstance(variant, str) else repr(variant)
+    variant = get_variant(variant)
+    patterns = get_buckets(workload, buckets)
+    specs = muon_parameters(workload, ranks=ranks, ep=ep)
+    per_rank = tuple(_count_rank(specs, rank, ranks, variant, patterns, toolchain) for rank in range(ranks))
+    question = {
+        "workload": workload.name,
+        "ranks": ranks,
+        "ep": ep,
+        "variant": variant_name,
+        "ns_algorithm": ns_algorithm,
+        "buckets": buckets if isinstance(buckets, str) else "custom",
+    }
+    return LaunchCounts(question, per_rank)
+
+
+def _count_rank(
+    specs: list[ParameterSpec], rank: int, ranks: int, variant: Variant, buckets: Patterns | None, toolchain: str
+) -> Counts:
+    with _fake_ranks(rank, ranks):
+        meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        named = [(spec.name, _on_meta(spec, rank, meshes)) for spec in specs]
+        group = {"params": named, "row_blocks": {spec.name: spec.matrix_rows for spec in specs}}
+        optimizer = DistMuon([group], **MUON_RECIPE, variant=variant, buckets=buckets)
+        for _, parameter in named:
+            parameter.grad = torch.empty_like(parameter)
+        with LaunchCounter(toolchain) as counter:
+            optimizer.step()
+        return counter.counts
+
+
+@contextmanager
+def _fake_ranks(rank: int, ranks: int) -> Iterator[None]:
+    """Torch's fake process group: this process is ``rank`` of ``ranks``, and collectives move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    if dist.is_initialized():
+        raise RuntimeError("a process group exists already: count in a process without one")
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _on_meta(spec: ParameterSpec, rank: int, meshes: dict[tuple[int, ...], DeviceMesh]) -> nn.Parameter:
+    """The parameter as a DTensor whose local tensor is on meta: shapes and strides, no memory."""
+    shape = torch.Size(spec.shape)
+    if spec.storage is None:
+        return nn.Parameter(torch.empty(shape, dtype=spec.dtype, device="meta"))
+    storage = spec.storage
+    if storage.mesh_shape not in meshes:
+        meshes[storage.mesh_shape] = DeviceMesh("cpu", torch.tensor(storage.ranks).view(storage.mesh_shape))
+    local = torch.empty(spec.local_shape3(rank)[3 - len(shape) :], dtype=spec.dtype, device="meta")
+    stride = torch.empty(shape, device="meta").stride()
+    mesh = meshes[storage.mesh_shape]
+    return nn.Parameter(DTensor.from_local(local, mesh, storage.placements, run_check=False, shape=shape, stride=stride))

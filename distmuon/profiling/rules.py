@@ -1,0 +1,224 @@
+"""What each operator launches on a CUDA or HIP device, one rule an operator.
+
+The rules are facts of PyTorch's sources (named by file under ``aten/src/ATen/native/``), so that launches can be counted by
+watching the operators a program dispatches, on any device. An operator without a rule is an error, never a zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+Arguments = tuple[Any, ...]
+
+
+class Activity(NamedTuple):
+    """Device activity of one operator. A memcpy here is an asynchronous copy on the device; a memset is not one."""
+
+    memcpys: int = 0
+    memsets: int = 0
+    kernels: int = 0
+    collectives: int = 0
+
+    @property
+    def launches(self) -> int:
+        """All activity that is not a collective."""
+        return self.memcpys + self.memsets + self.kernels
+
+
+KERNEL = Activity(kernels=1)
+MEMCPY = Activity(memcpys=1)
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """Limits of one launch of the multi-tensor kernels (``cuda/MultiTensorApply.cuh``).
+
+    Args:
+        tensors: most tensors of each list, by number of lists.
+        blocks: most thread blocks, of ``CHUNK`` elements of one tensor each.
+        warp: threads of a warp.
+    """
+
+    tensors: dict[int, int]
+    blocks: int
+    warp: int
+
+
+CHUNK = 65_536
+TOOLCHAINS = {
+    "rocm": Toolchain({1: 110, 2: 64, 3: 48, 4: 36, 5: 30}, 320, 64),
+    "cuda13": Toolchain({1: 770, 2: 448, 3: 336, 4: 252, 5: 210}, 2_240, 32),
+}
+
+Rule = Callable[[Arguments, dict[str, Any], Any, Toolchain], tuple[tuple[str, Activity], ...]]
+
+
+def _one(part: str, activity: Activity) -> Rule:
+    return lambda arguments, keywords, result, toolchain: ((part, activity),)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie one after another in memory in some order of the dims, with no gap and no overlap."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _like_strides(first: Tensor, second: Tensor) -> bool:
+    """Whether both walk memory alike; the stride of a dim of size 1 means nothing."""
+    return all(
+        a == b or size == 1 for a, b, size in zip(first.stride(), second.stride(), first.shape, strict=True)
+    )
+
+
+def copy_activity(destination: Tensor, source: Tensor) -> Activity:
+    """One ``copy_`` (``cuda/Copy.cu``): a memcpy if nothing is cast and both sides are dense with the same strides, else a kernel."""
+    if destination.numel() == 0:
+        return Activity()
+    plain = destination.dtype == source.dtype and destination.shape == source.shape
+    return MEMCPY if plain and is_dense(destination) and _like_strides(destination, source) else KERNEL
+
+
+def foreach_chunks(sizes: Sequence[int], lists: int, toolchain: Toolchain) -> int:
+    """Launches of a multi-tensor kernel over tensors of ``sizes`` elements (``cuda/MultiTensorApply.cuh``).
+
+    A launch is full when it holds its limit of tensors, or of blocks; a tensor cut off by the latter goes on in the next.
+    """
+    launches = tensors = blocks = 0
+    limit = toolchain.tensors[lists]
+    for size in sizes:
+        if size == 0:
+            continue
+        tensors += 1
+        chunks = -(-size // CHUNK)
+        for chunk in range(chunks):
+            blocks += 1
+            last = chunk == chunks - 1
+            if (last and tensors == limit) or blocks == toolchain.blocks:
+                launches += 1
+                blocks = 0
+                tensors = 0 if last else 1
+    return launches + (blocks > 0)
+
+
+def takes_fused_route(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> bool:
+    """Whether ``_foreach_copy_`` is one kernel (``cuda/ForeachBinaryOpList.cu``, ``ForeachUtils.h``).
+
+    It wants one device, one dtype of all destinations and one of all sources, and pairs of equal sizes and raw strides that are dense.
+    """
+    tensors = (*destinations, *sources)
+    return (
+        len({tensor.device for tensor in tensors}) == 1
+        and len({tensor.dtype for tensor in destinations}) == 1
+        and len({tensor.dtype for tensor in sources}) == 1
+        and all(
+            to.shape == source.shape and to.stride() == source.stride() and is_dense(to)
+            for to, source in zip(destinations, sources, strict=True)
+        )
+    )
+
+
+def reduction_splits(elements: int, outputs: int, warp: int) -> bool:
+    """Whether a reduction of ``elements`` for each of ``outputs`` is split over thread blocks (``cuda/Reduce.cuh``).
+
+    A split one counts arrivals in a semaphore, which a memset clears first. 512 threads a block, inner dim reduced, not
+    vectorised over outputs; for up to a few hundred outputs, which don't fill the device by themselves.
+    """
+    threads = 512
+
+    def power_of_two_below(number: int) -> int:
+        return 1 << (max(number, 1).bit_length() - 1)
+
+    lanes = min(power_of_two_below(elements), threads)
+    height = min(power_of_two_below(outputs), threads // min(lanes, warp))
+    width = min(lanes, threads // height)
+    values = -(-elements // width)
+    if values >= min(16 * height, 256):
+        values = -(-values // height)
+    return values >= 256
+
+
+def _copy(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain):
+    return (("copy", copy_activity(arguments[0], arguments[1])),)
+
+
+def _to_copy(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain):
+    return (("copy", copy_activity(result, arguments[0])),)
+
+
+def _foreach_copy(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain):
+    destinations, sources = arguments[0], arguments[1]
+    if takes_fused_route(destinations, sources):
+        kernels = foreach_chunks([tensor.numel() for tensor in destinations], 2, toolchain)
+        return (("copy", Activity(kernels=kernels)),)
+    return tuple(("copy", copy_activity(to, source)) for to, source in zip(destinations, sources, strict=True))
+
+
+def _vector_norm(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain):
+    outputs = result.numel()
+    splits = reduction_splits(arguments[0].numel() // outputs, outputs, toolchain.warp)
+    return (("norm", Activity(kernels=1, memsets=int(splits))),)
+
+
+def _gemm_with_bias(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain):
+    if keywords.get("beta", 1) == 0:
+        return (("gemm", KERNEL),)
+    # cuBLAS and hipBLAS add to what is in the result, so the bias is copied there first.
+    return (("gemm_bias", copy_activity(result, arguments[0])), ("gemm", KERNEL))
+
+
+#: Operator -> rule. ``part`` says what the activity is for; with the phase it runs in, it gives the source of a launch.
+RULES: dict[Any, Rule] = {
+    aten.copy_.default: _copy,  # cuda/Copy.cu
+    aten._to_copy.default: _to_copy,  # TensorConversion.cpp: an empty tensor and a copy_
+    aten._foreach_copy_.default: _foreach_copy,  # cuda/ForeachBinaryOpList.cu
+    aten.lerp_.Scalar: _one("lerp_", KERNEL),  # cuda/Lerp.cu
+    aten.lerp.Scalar_out: _one("lerp_out", KERNEL),  # cuda/Lerp.cu
+    aten.mul_.Tensor: _one("mul_", KERNEL),  # cuda/BinaryMulKernel.cu
+    aten.add_.Tensor: _one("add_", KERNEL),  # cuda/CUDALoops.cuh by BinaryOps
+    aten.div_.Tensor: _one("norm", KERNEL),  # cuda/BinaryDivTrueKernel.cu
+    aten.clamp.default: _one("norm", KERNEL),  # cuda/TensorCompare.cu
+    aten.clamp_min.default: _one("norm", KERNEL),  # cuda/TensorCompare.cu
+    aten.linalg_vector_norm.default: _vector_norm,  # cuda/ReduceNormKernel.cu, cuda/Reduce.cuh
+    aten.mm.default: _one("gemm", KERNEL),  # cuda/Blas.cpp
+    aten.bmm.default: _one("gemm", KERNEL),  # cuda/Blas.cpp
+    aten.addmm.default: _gemm_with_bias,  # cuda/Blas.cpp: addmm_out_cuda_impl
+    aten.baddbmm.default: _gemm_with_bias,  # cuda/Blas.cpp: baddbmm_out_cuda_impl
+    torch.ops.c10d.alltoall_base_.default: _one("all_to_all", Activity(collectives=1)),  # one collective kernel
+}
+
+#: Operators that only allocate or that the profiler ranges dispatch: no device activity.
+SILENT = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.new_empty.default,
+        aten._unsafe_view.default,
+    }
+)
+
+
+def activity_of(
+    operator: Any, arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain
+) -> tuple[tuple[str, Activity], ...]:
+    """The (part, activity) entries of one dispatched operator.
+
+    Raises:
+        NotImplementedError: there is no rule for it; it is named.
+    """
+    if operator in RULES:
+        return RULES[operator](arguments, keywords, result, toolchain)
+    if operator in SILENT or operator.is_view:
+        return ()
+    raise NotImplementedError(
+        f"no rule says what {operator} launches on a GPU: add one to distmuon.profiling.rules.RULES, with its source"
+    )

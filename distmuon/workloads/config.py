@@ -1,0 +1,286 @@
+"""The workloads: the sizes of each model, what its matrices are, its buckets, its storage and its recipe.
+
+Everything here is plain data and arithmetic; no tensor is made. ``kimi-debug`` is the model of the published profile,
+``tiny`` the same code at a size that steps in a fraction of a second, ``moonlight-16b`` and ``kimi-k2`` are for counting
+and planning. All are decoders with multi-head latent attention and a mixture of experts, as DeepSeek-V3 has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+
+from distmuon.names import choose
+
+#: What the recipe hands to DistMuon and to AdamW beside the learning rate. Parameters and gradients are fp32.
+LEARNING_RATE = 8e-4
+MUON_RECIPE: Mapping[str, object] = MappingProxyType(
+    {"weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"}
+)
+ADAMW_RECIPE: Mapping[str, object] = MappingProxyType({"weight_decay": 0.1, "betas": (0.9, 0.95)})
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding with YaRN scaling (Peng et al. 2023, arXiv:2309.00071); ``factor`` 1 is plain RoPE.
+
+    Attributes:
+        theta: base of the wavelengths.
+        factor: how much longer than ``original_context`` the context shall be.
+        original_context: tokens of context before scaling.
+        beta_fast: dimensions that turn more often than this over the original context keep their frequency.
+        beta_slow: those that turn less often than this are slowed by the whole ``factor``.
+    """
+
+    theta: float = 10_000.0
+    factor: float = 40.0
+    original_context: int = 4_096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.theta <= 1 or self.factor < 1 or self.original_context < 1 or self.beta_fast < self.beta_slow:
+            raise ValueError(f"theta > 1, factor >= 1, context >= 1 and beta_fast >= beta_slow are needed, not {self}")
+
+    @property
+    def attention_factor(self) -> float:
+        """What YaRN multiplies queries and keys by: ``0.1 ln(factor) + 1``."""
+        return 0.1 * math.log(self.factor) + 1.0
+
+
+def check_ranks(ranks: int, ep: int) -> None:
+    """Refuse an expert-parallel degree that does not divide the ranks.
+
+    Raises:
+        ValueError: it does not; the message gives those that do.
+    """
+    if ranks < 1 or ep < 1:
+        raise ValueError(f"ranks and ep must be at least 1, not ranks={ranks}, ep={ep}")
+    if ranks % ep:
+        raise ValueError(f"ranks={ranks} is not divisible by ep={ep}: choose an ep among {_divisors(ranks)}")
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a workload lies on its ranks.
+
+    Attributes:
+        ranks: ranks of the job; dense parameters are ``Shard(0)`` over all of them.
+        ep: ranks over which the experts are split.
+        experts: routed experts of a layer.
+    """
+
+    ranks: int
+    ep: int
+    experts: int
+
+    def __post_init__(self) -> None:
+        check_ranks(self.ranks, self.ep)
+        if self.experts % self.ep:
+            raise ValueError(
+                f"experts={self.experts} is not divisible by ep={self.ep}: "
+                f"choose an ep among {_divisors(math.gcd(self.ranks, self.experts))}"
+            )
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks over which FSDP shards each expert-parallel slice."""
+        return self.ranks // self.ep
+
+    @property
+    def expert_shard_dim(self) -> int:
+        """Dimension of the (E, rows, columns) experts that efsdp shards: 0 while there is an expert for each, else 1."""
+        return 0 if self.efsdp <= self.experts // self.ep else 1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes of one model. All are numbers of features unless said otherwise.
+
+    Attributes:
+        name: the name it is chosen by.
+        width: of the residual stream.
+        layers: decoder layers, of which the first ``dense_layers`` have a dense feed-forward and the others experts.
+        heads: attention heads.
+        q_lora: rank of the query projection; 0 for one plain ``wq``.
+        kv_lora: rank of the joint key and value projection.
+        qk_nope: of a head's queries and keys, without position.
+        qk_rope: of a head's queries and keys, rotated by position; the key's is shared by all heads.
+        v_head: of a head's values.
+        dense_hidden: hidden size of the dense feed-forward.
+        experts: routed experts of a layer.
+        top_k: experts that a token is sent to.
+        expert_hidden: hidden size of one routed expert.
+        shared_experts: experts that see every token, as one feed-forward of that many times ``expert_hidden``.
+        vocabulary: token ids.
+        default_ranks: ranks of the published set-up.
+        default_ep: expert-parallel degree of the published set-up.
+        rope: rotary position embedding.
+    """
+
+    name: str
+    width: int
+    layers: int
+    heads: int
+    kv_lora: int
+    qk_nope: int
+    qk_rope: int
+    v_head: int
+    dense_hidden: int
+    experts: int
+    top_k: int
+    expert_hidden: int
+    shared_experts: int
+    vocabulary: int
+    default_ranks: int
+    default_ep: int
+    q_lora: int = 0
+    dense_layers: int = 1
+    rope: Rope = Rope()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name in ("q_lora", "dense_layers") else 1
+            if field.type == "int" and value < least:
+                raise ValueError(f"workload {self.name!r}: {field.name} must be at least {least}, not {value}")
+        if self.dense_layers > self.layers:
+            raise ValueError(f"workload {self.name!r}: {self.dense_layers} dense layers of only {self.layers}")
+        if self.top_k > self.experts:
+            raise ValueError(f"workload {self.name!r}: top {self.top_k} of only {self.experts} experts")
+        if self.qk_rope % 2:
+            raise ValueError(f"workload {self.name!r}: qk_rope is rotated in pairs and must be even, not {self.qk_rope}")
+        self.layout(self.default_ranks, self.default_ep)
+
+    @property
+    def shared_hidden(self) -> int:
+        """Hidden size of the one feed-forward that holds the shared experts."""
+        return self.shared_experts * self.expert_hidden
+
+    @property
+    def row_blocks(self) -> dict[str, int]:
+        """Rows of each matrix by parameter name: query and key-value projections are a matrix a head."""
+        query = "*.wq_b.weight" if self.q_lora else "*.wq.weight"
+        return {query: self.qk_nope + self.qk_rope, "*.wkv_b.weight": self.qk_nope + self.v_head}
+
+    @property
+    def published_buckets(self) -> tuple[tuple[str, ...], ...]:
+        """Buckets as patterns of parameter names, in order; the first that matches takes the parameter.
+
+        The dense layers, then two layers at a time; the routed experts of each apart from the rest, as they may need no
+        exchange. Embedding, head and the last norm are in none: they are not Muon's.
+        """
+        buckets = [tuple(f"layers.{layer}.*" for layer in range(self.dense_layers))] if self.dense_layers else []
+        for first in range(self.dense_layers, self.layers, 2):
+            pair = range(first, min(first + 2, self.layers))
+            buckets.append(tuple(f"layers.{layer}.moe.experts.*" for layer in pair))
+            buckets.append(tuple(f"layers.{layer}.*" for layer in pair))
+        return tuple(buckets)
+
+    def layout(self, ranks: int, ep: int) -> Layout:
+        """The layout on ``ranks`` ranks.
+
+        Raises:
+            ValueError: ``ep`` divides the ranks or the experts not.
+        """
+        return Layout(ranks, ep, self.experts)
+
+
+#: By name. YaRN as in DeepSeek-V3 for the debug models, as in Kimi K2 for kimi-k2; Moonlight has plain RoPE.
+WORKLOADS: Mapping[str, Workload] = MappingProxyType(
+    {
+        workload.name: workload
+        for workload in (
+            Workload(
+                name="kimi-debug",
+                width=256,
+                layers=6,
+                heads=16,
+                kv_lora=512,
+                qk_nope=128,
+                qk_rope=64,
+                v_head=128,
+                dense_hidden=1_024,
+                experts=8,
+                top_k=3,
+                expert_hidden=256,
+                shared_experts=2,
+                vocabulary=2_048,
+                default_ranks=4,
+                default_ep=2,
+            ),
+            Workload(
+                name="tiny",
+                width=64,
+                layers=3,
+                heads=4,
+                kv_lora=32,
+                qk_nope=16,
+                qk_rope=8,
+                v_head=16,
+                dense_hidden=128,
+                experts=4,
+                top_k=2,
+                expert_hidden=32,
+                shared_experts=2,
+                vocabulary=256,
+                default_ranks=4,
+                default_ep=2,
+            ),
+            Workload(
+                name="moonlight-16b",
+                width=2_048,
+                layers=27,
+                heads=16,
+                kv_lora=512,
+                qk_nope=128,
+                qk_rope=64,
+                v_head=128,
+                dense_hidden=11_264,
+                experts=64,
+                top_k=6,
+                expert_hidden=1_408,
+                shared_experts=2,
+                vocabulary=163_840,
+                default_ranks=8,
+                default_ep=4,
+                rope=Rope(theta=50_000.0, factor=1.0, original_context=8_192),
+            ),
+            Workload(
+                name="kimi-k2",
+                width=7_168,
+                layers=61,
+                heads=64,
+                q_lora=1_536,
+                kv_lora=512,
+                qk_nope=128,
+                qk_rope=64,
+                v_head=128,
+                dense_hidden=18_432,
+                experts=384,
+                top_k=8,
+                expert_hidden=2_048,
+                shared_experts=1,
+                vocabulary=163_840,
+                default_ranks=1_024,
+                default_ep=64,
+                rope=Rope(theta=50_000.0, factor=32.0, beta_fast=1.0),
+            ),
+        )
+    }
+)
+
+
+def get_workload(name: str) -> Workload:
+    """The workload of that name.
+
+    Raises:
+        ValueError: there is none; the message gives the nearest name and all of them.
+    """
+    return WORKLOADS[choose("workload", name, WORKLOADS)]

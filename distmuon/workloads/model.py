@@ -1,0 +1,241 @@
+"""The decoder: multi-head latent attention, routed and shared experts, rotary positions with YaRN.
+
+Plain modules with no knowledge of ranks. The one seam for expert parallelism is ``MoE.dispatch``: when it is set, it
+takes the tokens to the ranks that hold their experts and back. Linear layers have no bias, so what is not a matrix is a
+norm. Shapes in comments: B sequences, T tokens, D width, H heads, N tokens sent to experts (B * T * top_k), E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from distmuon.workloads.config import Rope, Workload
+
+#: Standard deviation of every matrix at the start.
+INIT_STD = 0.02
+
+
+def build_model(workload: Workload, device: torch.device | str = "cpu", seed: int = 0) -> Decoder:
+    """The whole model in fp32, the same on every rank and for every number of ranks.
+
+    Args:
+        workload: sizes of the model.
+        device: where its parameters live; "meta" allocates nothing.
+        seed: of the weights. They are drawn on the CPU, so the device does not change them.
+    """
+    with torch.device("meta"):
+        model = Decoder(workload)
+    if torch.device(device).type != "meta":
+        model.to_empty(device=device)
+        initialize(model, seed)
+    return model
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int) -> None:
+    """Draw every matrix from a normal distribution, in the order of the parameters, and set the norms to one."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, INIT_STD, generator=generator))
+
+
+class Decoder(nn.Module):
+    """Token ids to logits."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.workload = workload
+        self.tok_embeddings = nn.Embedding(workload.vocabulary, workload.width)
+        self.layers = nn.ModuleList(Layer(workload, dense=n < workload.dense_layers) for n in range(workload.layers))
+        self.norm = nn.RMSNorm(workload.width)
+        self.output = nn.Linear(workload.width, workload.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) token ids to (B, T, vocabulary) logits."""
+        rotation = rotary_table(self.workload.rope, self.workload.qk_rope, tokens.shape[1], tokens.device)
+        hidden = self.tok_embeddings(tokens)  # (B, T, D)
+        for layer in self.layers:
+            hidden = layer(hidden, rotation)
+        return self.output(self.norm(hidden))
+
+
+class Layer(nn.Module):
+    """Attention, then a dense feed-forward or experts, each on the normalised stream and added to it."""
+
+    def __init__(self, workload: Workload, dense: bool) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(workload.width)
+        self.attention = Attention(workload)
+        self.ffn_norm = nn.RMSNorm(workload.width)
+        if dense:
+            self.feed_forward = FeedForward(workload.width, workload.dense_hidden)
+        else:
+            self.moe = MoE(workload)
+
+    def forward(self, hidden: Tensor, rotation: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotation)
+        feed_forward = self.moe if hasattr(self, "moe") else self.feed_forward
+        return hidden + feed_forward(self.ffn_norm(hidden))
+
+
+class Attention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values come from one small latent vector."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.sizes = workload
+        width, heads = workload.width, workload.heads
+        queries = heads * (workload.qk_nope + workload.qk_rope)
+        if workload.q_lora:
+            self.wq_a = nn.Linear(width, workload.q_lora, bias=False)
+            self.q_norm = nn.RMSNorm(workload.q_lora)
+            self.wq_b = nn.Linear(workload.q_lora, queries, bias=False)
+        else:
+            self.wq = nn.Linear(width, queries, bias=False)
+        self.wkv_a = nn.Linear(width, workload.kv_lora + workload.qk_rope, bias=False)
+        self.kv_norm = nn.RMSNorm(workload.kv_lora)
+        self.wkv_b = nn.Linear(workload.kv_lora, heads * (workload.qk_nope + workload.v_head), bias=False)
+        self.wo = nn.Linear(heads * workload.v_head, width, bias=False)
+
+    def forward(self, hidden: Tensor, rotation: Tensor) -> Tensor:
+        sizes = self.sizes
+        query = self.wq_b(self.q_norm(self.wq_a(hidden))) if sizes.q_lora else self.wq(hidden)
+        query = query.unflatten(-1, (sizes.heads, -1)).transpose(1, 2)  # (B, H, T, nope + rope)
+        query_nope, query_rope = query.split([sizes.qk_nope, sizes.qk_rope], dim=-1)
+        latent, key_rope = self.wkv_a(hidden).split([sizes.kv_lora, sizes.qk_rope], dim=-1)
+        key_value = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (sizes.heads, -1)).transpose(1, 2)
+        key_nope, value = key_value.split([sizes.qk_nope, sizes.v_head], dim=-1)
+        key_rope = rotate(key_rope.unsqueeze(1), rotation).expand(-1, sizes.heads, -1, -1)  # one for all heads
+        query = torch.cat([query_nope, rotate(query_rope, rotation)], dim=-1)
+        key = torch.cat([key_nope, key_rope], dim=-1)
+        scale = sizes.rope.attention_factor**2 / math.sqrt(sizes.qk_nope + sizes.qk_rope)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)  # (B, H, T, v)
+        return self.wo(mixed.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``w2(silu(w1 x) * w3 x)``."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(width, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, width, bias=False)
+        self.w3 = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(hidden)) * self.w3(hidden))
+
+
+class Router(nn.Module):
+    """Softmax scores over all experts; a token goes to its ``top_k`` and weighs each by its score."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.top_k = workload.top_k
+        self.gate = nn.Linear(workload.width, workload.experts, bias=False)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(B * T, D) tokens to their (B * T, top_k) scores and experts."""
+        scores = F.softmax(self.gate(tokens), dim=-1, dtype=torch.float32)
+        return torch.topk(scores, self.top_k, dim=-1)
+
+
+class Experts(nn.Module):
+    """Stacked SwiGLU experts: those of this rank, whole, when the stack is split over ranks."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        experts, width, hidden = workload.experts, workload.width, workload.expert_hidden
+        self.w1 = nn.Parameter(torch.empty(experts, hidden, width))
+        self.w2 = nn.Parameter(torch.empty(experts, width, hidden))
+        self.w3 = nn.Parameter(torch.empty(experts, hidden, width))
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Each token through its expert.
+
+        Args:
+            tokens: (N, D), sorted by expert.
+            counts: (experts here,) tokens of each expert.
+
+        Returns:
+            (N, D), in the order of ``tokens``.
+        """
+        # An expert without tokens takes part too: its weights then have gradients of zero, on every rank alike. unbind,
+        # and not an index an expert, so that backward writes the stacked gradient once.
+        stacks = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.w1, self.w2, self.w3))
+        pieces = zip(tokens.split(counts.tolist()), *(stack.unbind(0) for stack in stacks), strict=True)
+        return torch.cat([F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2) for x, w1, w2, w3 in pieces])
+
+
+class MoE(nn.Module):
+    """Routed experts, each token to its ``top_k``, plus shared experts that see every token.
+
+    ``dispatch(experts, tokens, counts)`` applies the experts where they live; None when all live here.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.router = Router(workload)
+        self.experts = Experts(workload)
+        self.shared_experts = FeedForward(workload.width, workload.shared_hidden)
+        self.dispatch: Callable[[Experts, Tensor, Tensor], Tensor] | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, -2)  # (B * T, D)
+        scores, chosen = self.router(tokens)
+        # Sorting copies of the tokens is a permutation, so neither direction of it adds anything up: gradients come out
+        # the same in every run, on a GPU too.
+        order = chosen.flatten().argsort(stable=True)  # (N,)
+        counts = torch.bincount(chosen.flatten(), minlength=self.router.gate.out_features)  # (E,)
+        copies = tokens.unsqueeze(1).expand(-1, self.router.top_k, -1).flatten(0, 1)  # (N, D)
+        by_expert = copies.index_select(0, order)
+        if self.dispatch is None:
+            done = self.experts(by_expert, counts)
+        else:
+            done = self.dispatch(self.experts, by_expert, counts)
+        done = done.index_select(0, order.argsort()).unflatten(0, (-1, self.router.top_k))  # (B * T, top_k, D)
+        routed = (done * scores.unsqueeze(-1).to(done.dtype)).sum(1)
+        return (routed + self.shared_experts(tokens)).view_as(hidden)
+
+
+def rotary_frequencies(rope: Rope, features: int) -> list[float]:
+    """Radians a token by which each of ``features / 2`` pairs turns, slowed as YaRN does.
+
+    Fast pairs keep their frequency, slow ones are divided by ``rope.factor``, and a linear ramp lies between.
+    """
+
+    def pair_that_turns(times: float) -> float:
+        wavelength = rope.original_context / (times * 2 * math.pi)
+        return features * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    first = max(math.floor(pair_that_turns(rope.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(rope.beta_slow)), features - 1)
+    frequencies = []
+    for pair in range(features // 2):
+        frequency = rope.theta ** (-2 * pair / features)
+        slowed = min(max((pair - first) / max(last - first, 1e-3), 0.0), 1.0)
+        frequencies.append(frequency * (1 - slowed) + frequency / rope.factor * slowed)
+    return frequencies
+
+
+def rotary_table(rope: Rope, features: int, tokens: int, device: torch.device) -> Tensor:
+    """(2, tokens, features / 2): cosines and sines of the angle of each pair at each position."""
+    frequencies = torch.tensor(rotary_frequencies(rope, features), device=device, dtype=torch.float32)
+    angles = torch.arange(tokens, device=device, dtype=torch.float32).outer(frequencies)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn the pairs (first half, second half) of the last dimension of ``x`` (..., T, features) by their angles."""
+    cosine, sine = rotation.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)

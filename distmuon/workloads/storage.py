@@ -1,0 +1,87 @@
+"""Where a workload's Muon parameters lie on any number of ranks, without a rank or a weight: for planning and counting.
+
+The same placements come out of :func:`distmuon.workloads.parallel.parallelize`, which a test holds against these.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from distmuon.buckets import Patterns
+from distmuon.matrices import matrix_rows
+from distmuon.names import choose
+from distmuon.placement import ParameterSpec, Storage
+from distmuon.plan import Plan, plan_step
+from distmuon.routing import split_parameters
+from distmuon.workloads.config import WORKLOADS, Workload, get_workload
+from distmuon.workloads.model import build_model
+
+#: The buckets of the published profile, and of the same scheme on the other workloads.
+PUBLISHED_BUCKETS = {name: workload.published_buckets for name, workload in WORKLOADS.items()}
+
+BUCKETS = ("published", "auto")
+
+
+def get_buckets(workload: Workload, buckets: str | Patterns) -> Patterns | None:
+    """Bucket patterns by name: "published", or "auto" (None: the plan chooses); patterns are returned as they are.
+
+    Raises:
+        ValueError: an unknown name; the message gives the nearest.
+    """
+    if not isinstance(buckets, str):
+        return buckets
+    return PUBLISHED_BUCKETS[workload.name] if choose("buckets", buckets, BUCKETS) == "published" else None
+
+
+def muon_parameters(workload: Workload, *, ranks: int, ep: int) -> list[ParameterSpec]:
+    """Describe the Muon parameters of a workload as they lie on ``ranks`` ranks.
+
+    Raises:
+        ValueError: ``ep`` divides the ranks or the experts not.
+    """
+    layout = workload.layout(ranks, ep)
+    everyone = tuple(range(ranks))
+    dense = Storage((ranks,), everyone, (Shard(0),))
+    shard = _StridedShard(0, split_factor=ep) if layout.expert_shard_dim == 0 else Shard(layout.expert_shard_dim)
+    expert = Storage((layout.efsdp, ep), everyone, (shard, Shard(0)))
+    (group,) = split_parameters(build_model(workload, "meta"), row_blocks=workload.row_blocks).muon
+    return [
+        ParameterSpec(
+            name,
+            tuple(parameter.shape),
+            torch.float32,
+            matrix_rows(name, tuple(parameter.shape), group["row_blocks"]),
+            None if ranks == 1 else expert if parameter.ndim == 3 else dense,
+        )
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    ]
+
+
+def plan_for(
+    workload: str | Workload,
+    *,
+    ranks: int | None = None,
+    ep: int | None = None,
+    rank: int = 0,
+    buckets: str | Patterns = "published",
+) -> Plan:
+    """The plan of one rank of a workload, made with no process and no process group.
+
+    Args:
+        workload: a name ("kimi-debug", ...) or a :class:`~distmuon.workloads.Workload`.
+        ranks: of the job; default the workload's own.
+        ep: expert-parallel degree; default the workload's own.
+        rank: whose plan.
+        buckets: "published", "auto", or patterns.
+
+    Raises:
+        ValueError: an unknown name, or numbers that don't fit; with what would.
+    """
+    workload = get_workload(workload) if isinstance(workload, str) else workload
+    ranks = workload.default_ranks if ranks is None else ranks
+    ep = workload.default_ep if ep is None else ep
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank is {rank}: choose one of 0 to {ranks - 1}")
+    return plan_step(muon_parameters(workload, ranks=ranks, ep=ep), rank, get_buckets(workload, buckets))

@@ -29,7 +29,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         The norm before clipping, a plain 0-D fp32 tensor, equal on all ranks; 0 if there is no gradient.
 
     Raises:
-        ValueError: ``norm_type`` is not above 0.
+        ValueError: ``norm_type`` is not above 0, or a gradient is still to be summed over ranks (``Partial``).
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0, not {norm_type}")
@@ -54,11 +54,9 @@ def _local(gradient: Tensor) -> tuple[Tensor, _Axes]:
     if not isinstance(gradient, DTensor):
         return gradient, ()
     if any(placement.is_partial() for placement in gradient.placements):
-        raise ValueError(f"a gradient with placements {gradient.placements} is still to be summed; redistribute it first")
-    mesh = gradient.device_mesh
-    return gradient.to_local(), tuple(
-        mesh.get_group(axis) for axis, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)
-    )
+        raise ValueError(f"a gradient lies {gradient.placements}, so is still to be summed: redistribute it first")
+    sharded = [axis for axis, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
+    return gradient.to_local(), tuple(gradient.device_mesh.get_group(axis) for axis in sharded)
 
 
 def _norm(tensors: list[Tensor], axes: _Axes, norm_type: float) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from distmuon.names import choose
 
@@ -17,7 +16,9 @@ class Parser(argparse.ArgumentParser):
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(  # type: ignore[override]  # argparse's own is overloaded by the namespace's class
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """Parse, or exit with code 2 and say which known option is nearest to an unknown one."""
         parsed, unknown = self.parse_known_args(args, namespace)
         for option in (text.partition("=")[0] for text in unknown if text.startswith("-")):

@@ -22,8 +22,8 @@ def orthogonalize_(
 
     ``X <- a X + (b X X^T + c (X X^T)^2) X`` for ``ns_steps`` iterations, on the short side.
 
-    A batch has the bits of its matrices one at a time if their short side is at least 8 (see
-    :data:`distmuon.plan.MIN_BATCHED_SIDE`).
+    A batch has the bits of its matrices one at a time if their short side is at least
+    :data:`distmuon.plan.MIN_BATCHED_SIDE`.
 
     Args:
         out: (rows, cols) or (n, rows, cols), any dtype; the result is rounded to it once.

@@ -189,14 +189,16 @@ class DistMuon(torch.optim.Optimizer):
     def _claims(self, specs: tuple[ParameterSpec, ...]) -> dict[tuple[int, ...], list[tuple[str, str]]]:
         """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
         settings = [_settings(group) for group in self.param_groups for _ in group["params"]]
+        common = [
+            ("the buckets", repr(self._buckets)),
+            ("the variant", repr(self._variant)),
+            ("ns_dtype", str(self._ns_dtype)),
+        ]
         claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-        for spec, own in zip(specs, settings, strict=False):
+        for spec, own in zip(specs, settings, strict=bool(specs)):
             if spec.storage:
-                items = claims.setdefault(spec.storage.ranks, [])
-                items.append((f"parameter {len(items)} there", f"{spec.name!r} of shape {spec.shape}, {spec}, {own}"))
-        for items in claims.values():
-            items.append(("the buckets", repr(self._buckets)))
-            items.append(("the variant and ns_dtype", f"{self._variant}, {self._ns_dtype}"))
+                items = claims.setdefault(spec.storage.ranks, list(common))
+                items.append((f"parameter {len(items) - len(common)} there", f"{spec}, {own}"))
         return claims
 
     def _local(self, name: str, parameter: Tensor, settings: Settings) -> LocalParameter:

@@ -109,7 +109,7 @@ class Storage:
             raise ValueError(f"mesh of shape {self.mesh_shape} takes one placement an axis, got {self.placements}")
         for placement in self.placements:
             if not isinstance(placement, Shard | Replicate | _StridedShard):
-                raise ValueError(f"placement {placement} can't be planned: use Shard or Replicate")
+                raise ValueError(f"placement {placement!r} can't be planned: use Shard or Replicate")
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Where ``rank`` stands in the mesh.
@@ -183,6 +183,12 @@ class ParameterSpec:
             if not isinstance(placement, Replicate) and not 0 <= placement.dim < len(self.shape):
                 raise ValueError(f"parameter {self.name!r} of shape {self.shape} can't be placed {placement}")
 
+    def __str__(self) -> str:
+        """As messages name it."""
+        storage = self.storage
+        placed = f"{storage.placements} on a mesh of {storage.mesh_shape}" if storage else "plain"
+        return f"{self.name!r} of shape {self.shape}, {self.dtype}, {placed}, matrices of {self.matrix_rows} rows"
+
     @property
     def shape3(self) -> tuple[int, int, int]:
         """The global shape as (batch, rows, cols)."""
@@ -230,21 +236,29 @@ class ParameterSpec:
         )
         return [tuple(axes[index] for index in cut) for cut in _cut_blocks(self.shape3[dim], starts, layout)]
 
-    def subgroup_rows(self, rank: int, axes: tuple[int, ...]) -> list[tuple[int, int]]:
-        """(start, stop) runs of rows that the subgroup of ``rank`` along exchange ``axes`` holds together, sorted."""
+    def subgroup_runs(self, rank: int, dim: int) -> list[tuple[int, int]]:
+        """(start, stop) runs of ``dim`` that the ranks along the exchange axes of ``rank`` hold together, sorted and joined."""
         if self.storage is None:
-            return [(0, self.shape3[ROWS])]
-        coordinate = self.storage.coordinate(rank)
-        row_axes = self.storage.axes(self._tensor_dim(ROWS))
-        free = [axis for axis in row_axes if axis in axes]
-        runs: set[tuple[int, int]] = set()
-        for point in itertools.product(*(range(self.storage.mesh_shape[axis]) for axis in free)):
-            at = list(coordinate)
-            for axis, index in zip(free, point, strict=True):
-                at[axis] = index
-            splits = self.storage.splits(self._tensor_dim(ROWS), at)
-            runs.update((s.start, s.stop) for s in dim_segments(self.shape3[ROWS], splits))
-        return sorted(runs)
+            return [(0, self.shape3[dim])]
+        tensor_dim, exchange = self._tensor_dim(dim), self.exchange_axes()
+        choices = [
+            range(size) if axis in exchange and axis in self.storage.axes(tensor_dim) else (at,)
+            for axis, (size, at) in enumerate(zip(self.storage.mesh_shape, self.storage.coordinate(rank), strict=True))
+        ]
+        found = sorted(
+            {
+                (segment.start, segment.stop)
+                for point in itertools.product(*choices)
+                for segment in dim_segments(self.shape3[dim], self.storage.splits(tensor_dim, point))
+            }
+        )
+        runs: list[tuple[int, int]] = []
+        for start, stop in found:
+            if runs and runs[-1][1] == start:
+                runs[-1] = (runs[-1][0], stop)
+            else:
+                runs.append((start, stop))
+        return runs
 
     def _tensor_dim(self, dim: int) -> int:
         """The dim of the tensor behind ``dim`` of ``shape3``; -1, which no placement has, for the batch of a 2-D one."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,11 +20,12 @@ import torch
 
 from distmuon.buckets import Bucket, Patterns, make_buckets
 from distmuon.matrices import Matrix
-from distmuon.placement import BATCH, ROWS, ParameterSpec, Region, regions
+from distmuon.placement import BATCH, COLS, ROWS, ParameterSpec, Region, regions
 
-#: Below this short side a batched product may round differently from the 2-D one (PyTorch takes another route for fewer
-#: than 400 multiply-adds), so such matrices are orthogonalised one at a time.
-MIN_BATCHED_SIDE = 8
+#: Matrices with a shorter short side are orthogonalised one at a time. Up to 16^3 multiply-adds PyTorch multiplies one pair of
+#: bf16 matrices by itself but hands a batch of them to oneDNN (``use_mkldnn_matmul`` in aten/src/ATen/native/mkldnn/Matmul.cpp),
+#: which sums in another order; above, batched and single products have the same bits.
+MIN_BATCHED_SIDE = 17
 
 
 class Transfer(NamedTuple):
@@ -257,14 +258,20 @@ def _plan_bucket(
     return stages
 
 
-def _matrices(spec: ParameterSpec, index: int, rank: int, *, cut: bool) -> Iterable[Matrix]:
-    """The matrices of a parameter in the exchange subgroup of ``rank`` that are cut over it, or are held whole by one rank of it."""
-    runs = spec.subgroup_rows(rank, spec.exchange_axes())
-    for batch in spec.segments(rank)[BATCH]:
-        for number in range(batch.start, batch.stop):
-            for row, rows, axes in zip(spec.matrix_starts, spec.matrix_rows, spec.cut_axes(), strict=True):
-                if bool(axes) == cut and any(start < row + rows and row < stop for start, stop in runs):
-                    yield Matrix(index, number, row, rows, spec.cols)
+def _matrices(spec: ParameterSpec, index: int, rank: int, *, cut: bool) -> Iterator[Matrix]:
+    """The matrices in the exchange subgroup of ``rank`` that are cut over it, or that one rank of it holds whole."""
+    if not spec.subgroup_runs(rank, COLS):
+        return
+    runs = spec.subgroup_runs(rank, ROWS)
+    here = [
+        (row, rows)
+        for row, rows, axes in zip(spec.matrix_starts, spec.matrix_rows, spec.cut_axes(), strict=True)
+        if bool(axes) == cut and any(start < row + rows and row < stop for start, stop in runs)
+    ]
+    for segment in spec.segments(rank)[BATCH]:
+        for batch in range(segment.start, segment.stop):
+            for row, rows in here:
+                yield Matrix(index, batch, row, rows, spec.cols)
 
 
 def _local_batches(parameters: tuple[ParameterSpec, ...], indices: Iterable[int], rank: int) -> tuple[Batch, ...]:

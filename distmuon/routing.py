@@ -104,8 +104,8 @@ class Split:
     """Parameter groups for the two optimizers, and why each parameter is where it is.
 
     Attributes:
-        muon: for ``DistMuon``: one group with ``params``, ``param_names`` and ``row_blocks``; empty if nothing is Muon's.
-        adamw: for ``torch.optim.AdamW``: one group with ``params`` and ``param_names``; empty if nothing is AdamW's.
+        muon: for ``DistMuon``: one group with ``params``, ``param_names`` and ``row_blocks``; empty if it gets nothing.
+        adamw: for ``torch.optim.AdamW``: one group with ``params`` and ``param_names``; empty if it gets nothing.
         table: a row a parameter.
     """
 
@@ -119,10 +119,10 @@ def split_parameters(
 ) -> Split:
     """Split a model's parameters between Muon and AdamW by what their modules are.
 
-    To AdamW go embeddings, output heads (what ``get_output_embeddings()`` returns, a linear layer whose output size is the
-    number of rows of an embedding, a weight tied to an embedding), kernels of convolutions, and all that is no matrix. To
-    Muon go the matrices of linear layers, routers and other modules, and 3-D stacks of experts. Frozen parameters go to neither.
-    The model may be wrapped, sharded (DTensors) or on the meta device.
+    To AdamW go embeddings, output heads (what ``get_output_embeddings()`` returns, a weight tied to an embedding, a
+    matrix with as many rows as an embedding has, or as the one that ``get_input_embeddings()`` returns), kernels of
+    convolutions, and all that is no matrix. To Muon go the matrices of linear layers, routers and other modules, and
+    3-D stacks of experts. Frozen parameters go to neither. The model may be wrapped, sharded (DTensors) or on "meta".
 
     Args:
         model: whose parameters to split.
@@ -158,11 +158,25 @@ def split_parameters(
         groups[optimizer]["param_names"].append(parameter.name)
         rows.append(Route(parameter.name, shape, matrices, optimizer, reason))
     table = RoutingTable(tuple(rows))
-    refuse_unmatched("row_blocks", row_blocks or (), groups[MUON]["param_names"])
+    _refuse_row_blocks_elsewhere(row_blocks or {}, table)
     if not groups[MUON]["params"] and not adamw:
         raise ValueError(f"nothing in the model is a matrix for Muon; has a wrapper flattened its parameters?\n{table}")
     groups[MUON]["row_blocks"] = dict(row_blocks or {})
-    return Split(*([groups[to]] if groups[to]["params"] else [] for to in (MUON, ADAMW)), table)
+    to_muon, to_adamw = ([groups[to]] if groups[to]["params"] else [] for to in (MUON, ADAMW))
+    return Split(to_muon, to_adamw, table)
+
+
+def _refuse_row_blocks_elsewhere(row_blocks: RowBlocks, table: RoutingTable) -> None:
+    """Refuse a row_blocks pattern that matches no parameter, or none of Muon's."""
+    refuse_unmatched("row_blocks", row_blocks, (row.name for row in table))
+    for pattern in row_blocks:
+        matched = [row for row in table if fnmatchcase(row.name, pattern)]
+        if not any(row.optimizer == MUON for row in matched):
+            row = matched[0]
+            raise ValueError(
+                f"row_blocks pattern {pattern!r} matches {row.name!r}, which Muon does not get "
+                f"({row.reason}): drop the pattern, or send the parameter to Muon with muon=[{row.name!r}]"
+            )
 
 
 @dataclass(frozen=True)
@@ -192,22 +206,22 @@ def _find_parameters(model: nn.Module) -> list[_Found]:
 
 
 class _Heads:
-    """What is known of a model's output heads: which modules it declares, and how many words there are."""
+    """What is known of a model's output heads: which parameters it declares, and how many words there are."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = {clean_name(name): module for name, module in model.named_modules()}
-        self.declared = {id(_ask(module, "get_output_embeddings")) for module in modules.values()} - {id(None)}
+        self.declared = {key for module in modules.values() for key in _declared(module, "get_output_embeddings")}
         # A model that declares its input embeddings also has others, of positions say, whose rows are no words.
-        words = _ask(model, "get_input_embeddings")
+        words = _declared(model, "get_input_embeddings")
         self.vocabularies = {  # rows -> name of the embedding
             module.num_embeddings: name
             for name, module in modules.items()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (words is None or module is words)
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (not words or id(module.weight) in words)
         }
 
     def reason(self, parameter: _Found) -> str | None:
         """Why the parameter is a head's, or None."""
-        if any(id(module) in self.declared for module in parameter.modules):
+        if id(parameter.tensor) in self.declared:
             return "output head: get_output_embeddings()"
         outputs = parameter.tensor.shape[0]
         if parameter.tensor.ndim == 2 and outputs in self.vocabularies:
@@ -215,10 +229,11 @@ class _Heads:
         return None
 
 
-def _ask(module: nn.Module, method: str) -> object | None:
-    """What a method without arguments returns, None where there is no such method."""
+def _declared(module: nn.Module, method: str) -> set[int]:
+    """Ids of the parameters of the module that ``method`` returns, wrapped or not; none without such a method."""
     asked = getattr(module, method, None)
-    return asked() if callable(asked) else None
+    answer = asked() if callable(asked) else None
+    return {id(parameter) for parameter in answer.parameters()} if isinstance(answer, nn.Module) else set()
 
 
 def _kind(module: nn.Module) -> str:
@@ -248,7 +263,7 @@ def _by_module(parameter: _Found, heads: _Heads) -> tuple[str, str]:
     if not tensor.requires_grad:
         return NEITHER, "frozen: requires_grad is False"
     if tensor.ndim < 2:
-        return ADAMW, f"{tensor.ndim}-D{tied}"
+        return ADAMW, f"{tensor.ndim}-D: no matrix{tied}"
     if any("Embedding" in kind for kind in kinds):
         return ADAMW, f"embedding{tied}"
     if head := heads.reason(parameter):
@@ -256,13 +271,13 @@ def _by_module(parameter: _Found, heads: _Heads) -> tuple[str, str]:
     if any(isinstance(module, _CONVOLUTIONS) for module in parameter.modules):
         return ADAMW, f"kernel of {kinds[0]}{tied}"
     if tensor.ndim > 3:
-        return ADAMW, f"{tensor.ndim}-D{tied}"
+        return ADAMW, f"{tensor.ndim}-D: no stack of matrices{tied}"
     if leaf.endswith("bias") or any("Norm" in kind for kind in kinds):  # one for each expert or head, stacked
         return ADAMW, f"stack of {'biases' if leaf.endswith('bias') else 'norms'}{tied}"
     if any(isinstance(module, nn.Linear) for module in parameter.modules):
         return MUON, f"linear layer{tied}"
     if 1 in tensor.shape:  # class tokens, learned positions, gains
-        return ADAMW, f"has a side of 1{tied}"
+        return ADAMW, f"a vector: one side is 1{tied}"
     return MUON, f"{'matrix' if tensor.ndim == 2 else f'stack of {tensor.shape[0]} matrices'} of {kinds[0]}{tied}"
 
 

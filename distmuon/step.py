@@ -245,11 +245,14 @@ class _StageRunner:
         parameter.mul_(1 - settings.lr * settings.weight_decay)
         pieces = self._pieces[index]
         for row, rows, matrix_rows in pieces:
-            alpha = -settings.adjusted_lr(matrix_rows, self._cols[index])
-            if len(pieces) == 1:
-                parameter.add_(update, alpha=alpha)
-            else:
-                parameter.narrow(1, row, rows).add_(update.narrow(1, row, rows), alpha=alpha)
+            target, change = parameter, update
+            if len(pieces) > 1:
+                target, change = parameter.narrow(1, row, rows), update.narrow(1, row, rows)
+            if matrix_rows > self._cols[index] and change.dtype == torch.bfloat16 and change.device.type == "cpu":
+                # torch.optim.Muon adds the transpose of a wide result here. On a CPU a strided bf16 operand is rounded
+                # before it is added, a dense one is not.
+                change = change.mT.contiguous().mT
+            target.add_(change, alpha=-settings.adjusted_lr(matrix_rows, self._cols[index]))
 
 
 def _by_parameter(

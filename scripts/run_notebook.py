@@ -33,9 +33,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a stopped run ends its kernel, too
     command = shlex.join(["python", *sys.argv])
     try:
-        run = execute(
-            arguments.notebook, folder, parameters, command=command, cell_timeout=arguments.cell_timeout
-        )
+        run = execute(arguments.notebook, folder, parameters, command=command, cell_timeout=arguments.cell_timeout)
     except (OSError, ValueError) as error:
         return refuse(error)
     except KeyboardInterrupt:

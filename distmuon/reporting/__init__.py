@@ -1,10 +1,9 @@
 """From a notebook to a page that can be passed on.
 
-A notebook calls four functions, which are all that is imported here::
+A notebook calls three functions, which are all that is imported here::
 
     reporting.figure(fig, alt="What the figure shows")  # a figure, inlined, with its alt text
     reporting.table(frame, "Caption with units")        # a table, numbers right-aligned
-    reporting.provenance()                              # versions, device, commit (complete() takes it along)
     reporting.complete("What the numbers say.")         # the completion mark: last call of the last code cell
 
 Progress belongs on stderr: it shows while a cell runs, and a complete page leaves it out. Around the notebook,
@@ -13,6 +12,5 @@ page: one HTML file that needs neither a script nor a network.
 """
 
 from distmuon.reporting.display import complete, figure, table
-from distmuon.reporting.provenance import provenance
 
-__all__ = ["complete", "figure", "provenance", "table"]
+__all__ = ["complete", "figure", "table"]

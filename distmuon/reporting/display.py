@@ -9,19 +9,19 @@ import base64
 import html
 import io
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Number
-from typing import TYPE_CHECKING, Any
+from numbers import Real
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import pandas as pd
 from IPython.display import display
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
-from distmuon.reporting.provenance import provenance
+from distmuon.provenance import provenance
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: MIME type of the completion mark's data: ``{"conclusion": str, "headline": str | None, "provenance": {label: text}}``.
+#: MIME type of the completion mark; its data are those of ``distmuon.reporting.outcome.Mark``.
 MARK = "application/vnd.distmuon.complete+json"
 
 Format = str | Callable[[Any], str]
@@ -47,9 +47,10 @@ def figure(figure: Figure, alt: str, caption: str | None = None, *, dpi: int = 1
     figure.savefig(picture, format="png", dpi=dpi, bbox_inches="tight", metadata={"Software": None})
     plt.close(figure)
     source = f"data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"
+    width = int.from_bytes(picture.getvalue()[16:20], "big") * 96 // dpi  # pixels by the PNG's header, at its real size
     note = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
-    page = f'<figure><img src="{source}" alt="{html.escape(alt)}" style="max-width:100%">{note}</figure>'
-    _show(page, plain=alt)
+    image = f'<img src="{source}" alt="{html.escape(alt)}" width="{width}" style="max-width:100%;height:auto">'
+    _show(f"<figure>{image}{note}</figure>", plain=alt)
 
 
 def table(
@@ -72,9 +73,10 @@ def table(
     _show(_table_html(frame, written, caption), plain=_plain(written))
 
 
-def number(value: float) -> str:
+def number(value: SupportsFloat) -> str:
     """A number for reading: 1,474 · 1,421.5 · 0.0312 — at most two decimals, three digits below one."""
-    if float(value).is_integer():
+    value = float(value)
+    if value.is_integer():
         return f"{value:,.0f}"
     return f"{value:.3g}" if abs(value) < 1 else f"{value:,.2f}".rstrip("0").rstrip(".")
 
@@ -113,7 +115,7 @@ def _show(page: str, plain: str, extra: Mapping[str, object] | None = None) -> N
     display({"text/html": page, "text/plain": plain, **(extra or {})}, raw=True)
 
 
-def _written(frame: pd.DataFrame, formats: Mapping[str, Format]) -> pd.DataFrame:
+def _written(frame: pd.DataFrame, formats: Mapping[Any, Format]) -> pd.DataFrame:
     """The frame with each value as the text that is shown."""
     if missing := sorted(set(formats) - set(frame.columns)):
         raise ValueError(f"formats for columns {missing} that the table lacks; it has {list(map(str, frame.columns))}")
@@ -121,12 +123,12 @@ def _written(frame: pd.DataFrame, formats: Mapping[str, Format]) -> pd.DataFrame
     return pd.DataFrame(dict(enumerate(columns)), dtype=object).set_axis(frame.columns, axis="columns")
 
 
-def _cell(value: object, form: Format | None) -> str:
+def _cell(value: Any, form: Format | None) -> str:
     if pd.api.types.is_scalar(value) and pd.isna(value):
         return "n/a"
     if form is not None:
         return form.format(value) if isinstance(form, str) else form(value)
-    return number(value) if isinstance(value, Number) and not isinstance(value, bool) else str(value)
+    return number(value) if isinstance(value, Real) and not isinstance(value, bool) else str(value)
 
 
 def _table_html(frame: pd.DataFrame, written: pd.DataFrame, caption: str | None) -> str:

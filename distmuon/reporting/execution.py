@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
@@ -17,12 +16,10 @@ import nbformat
 import papermill
 from papermill.exceptions import PapermillExecutionError
 
+from distmuon.folders import claim, fresh
+from distmuon.provenance import provenance
 from distmuon.reporting.outcome import Failure, Mark, find_failure, find_mark, record_failure
-from distmuon.reporting.parameters import actual_parameters, declared_parameters, resolve
-from distmuon.reporting.provenance import provenance
-
-#: A notebook's parameter for the folder of its own files; filled with a folder inside the run's when it is not given.
-FOLDER_PARAMETER = "out"
+from distmuon.reporting.parameters import FOLDER_PARAMETER, actual_parameters, declared_parameters, resolve
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,9 @@ def execute(
     shown = progress or sys.stderr
     # The environment's own kernel comes before one of the same name in the user's home; its debugger keeps quiet.
     os.environ |= {"JUPYTER_PREFER_ENV_PATH": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # it doubts parameters declared with "| None"
+    # papermill doubts parameters declared with "| None", asyncio reports the cell of an interrupted run once more.
+    for name in ("papermill", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     error: BaseException | None = None
     try:
         papermill.execute_notebook(
@@ -110,22 +109,10 @@ def execute(
     return run
 
 
-def claim(folder: Path) -> None:
-    """Make a folder for one run.
-
-    Raises:
-        FileExistsError: it already holds something.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise FileExistsError(f"{folder} already holds a run; choose a new folder, or remove it first")
-
-
-def default_folder(notebook: Path, parameters: Mapping[str, object], root: Path = Path("runs")) -> Path:
-    """``runs/<UTC>-<notebook>-<hash>``: sorted by time, and told apart by what was asked for."""
+def default_folder(notebook: Path, parameters: Mapping[str, object]) -> Path:
+    """``runs/<UTC>-<notebook>-<hash>``, the hash of what is asked for: the notebook's text and the parameters."""
     request = json.dumps([notebook.read_text(), sorted(parameters.items())], default=str)
-    digest = hashlib.sha256(request.encode()).hexdigest()[:8]
-    return root / f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{notebook.stem}-{digest}"
+    return fresh(f"{notebook.stem}-{hashlib.sha256(request.encode()).hexdigest()[:8]}")
 
 
 def _write_summary(run: Run, notebook: nbformat.NotebookNode) -> None:

@@ -1,12 +1,13 @@
 """Did a notebook run to its end? Judged from the executed notebook itself.
 
-An exit code is not enough: papermill ends with 0 after ``sys.exit(0)``, and marks the cells of a dead kernel as completed.
-A run is complete only if no cell shows an error, none is pending, and the last code cell wrote the mark of
+An exit code is not enough: papermill ends with 0 after ``sys.exit(0)``, and marks the cells of a dead kernel as
+completed. A run is complete only if no cell shows an error, none is pending, and the last code cell wrote the mark of
 :func:`distmuon.reporting.complete`.
 """
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -44,7 +45,7 @@ class Mark(TypedDict):
 
 
 def record_failure(notebook: nbformat.NotebookNode, error: str) -> None:
-    """Write down a failure that left no trace in a cell (a dead kernel, a timeout), at the last cell that was started."""
+    """Write down a failure that left no trace in a cell (a dead kernel, a timeout), at the last cell that started."""
     started = [i for i, cell in _code(notebook) if cell.metadata.get("papermill", {}).get("start_time")]
     notebook.metadata.setdefault(_METADATA, {})["failure"] = {"cell": started[-1] if started else None, "error": error}
 
@@ -62,15 +63,19 @@ def find_failure(notebook: nbformat.NotebookNode) -> Failure | None:
         if cell.execution_count is None:
             return Failure(index, _where(notebook, index), "the cell was not run")
     if find_mark(notebook) is None:
-        index = max((i for i, _ in _code(notebook)), default=None)
-        return Failure(index, _where(notebook, index), "the completion mark is missing: reporting.complete() was not reached")
+        last = max((i for i, _ in _code(notebook)), default=None)
+        return Failure(
+            last, _where(notebook, last), "the completion mark is missing: reporting.complete() was not reached"
+        )
     return None
 
 
 def find_mark(notebook: nbformat.NotebookNode) -> Mark | None:
     """The completion mark that the last code cell wrote, or None."""
-    outputs = next((cell.outputs for _, cell in reversed(_code(notebook))), [])
-    return next((output.data[MARK] for output in outputs if MARK in output.get("data", {})), None)
+    last = _code(notebook)[-1:]
+    return next(
+        (output.data[MARK] for _, cell in last for output in cell.outputs if MARK in output.get("data", {})), None
+    )
 
 
 def _code(notebook: nbformat.NotebookNode) -> list[tuple[int, nbformat.NotebookNode]]:
@@ -79,11 +84,16 @@ def _code(notebook: nbformat.NotebookNode) -> list[tuple[int, nbformat.NotebookN
 
 
 def _where(notebook: nbformat.NotebookNode, index: int | None) -> str:
-    """Name a cell for a reader: its number among the code cells, the heading above it, its first line of code."""
+    """Name a cell for a reader: its number among the author's code cells, the heading above it, its first line."""
     if index is None:
         return "before the first cell"
-    count = sum(i <= index for i, _ in _code(notebook))
-    above = [line for cell in notebook.cells[:index] if cell.cell_type == "markdown" for line in cell.source.splitlines()]
+    count = sum(
+        i <= index and "injected-parameters" not in cell.metadata.get("tags", []) for i, cell in _code(notebook)
+    )
+    above = [
+        line for cell in notebook.cells[:index] if cell.cell_type == "markdown" for line in cell.source.splitlines()
+    ]
     heading = next((line.lstrip("# ") for line in reversed(above) if line.startswith("#")), None)
     under = f", under “{heading}”" if heading else ""
-    return f"code cell {count}{under}: {notebook.cells[index].source.strip().splitlines()[0]}"
+    line = notebook.cells[index].source.strip().splitlines()[0]
+    return f"code cell {count}{under}: {textwrap.shorten(line, 80, placeholder=' ...')}"

@@ -6,8 +6,8 @@ The cell tagged ``parameters`` declares them: assignments of literals, best with
     variants: list[str] = ["baseline", "batched"]  # the first is what others are compared with
     out: str | None = None  # folder for files
 
-What the command line or a YAML file gives is kept as written until the declared type reads it, so a tag ``12e3`` stays a
-string and ``1e-3`` becomes a float. An unknown name or a text that the type cannot read is an error.
+What the command line or a YAML file gives is kept as written until the declared type reads it, so a tag ``12e3`` stays
+a string and ``1e-3`` becomes a float. An unknown name or a text that the type cannot read is an error.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ import nbformat
 import yaml
 
 from distmuon.names import choose
+
+#: The parameter for the folder of a notebook's own files; not given, a run fills it with a folder inside its own.
+FOLDER_PARAMETER = "out"
 
 _SCALARS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -148,7 +151,7 @@ class _AsWritten(yaml.SafeLoader):
 
 
 for _tag in ("bool", "int", "float", "timestamp"):
-    _AsWritten.add_constructor(f"tag:yaml.org,2002:{_tag}", yaml.SafeLoader.construct_yaml_str)
+    _AsWritten.add_constructor(f"tag:yaml.org,2002:{_tag}", yaml.SafeLoader.construct_yaml_str)  # type: ignore[type-var]
 
 
 def _statements(source: str) -> list[ast.stmt]:

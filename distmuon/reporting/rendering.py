@@ -1,7 +1,7 @@
 """Render an executed notebook to one HTML file that needs neither a script nor a network.
 
-The page is made from the notebook alone: its status is judged again, its parameters are read from its cells. What it looks
-like is in ``templates/report``; here stands what goes onto it.
+The page is made from the notebook alone: its status is judged again, its parameters are read from its cells. What it
+looks like is in ``templates/report``; here stands what goes onto it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from traitlets.config import Config
 
 from distmuon.reporting.display import MARK
 from distmuon.reporting.outcome import Failure, find_failure, find_mark
-from distmuon.reporting.parameters import actual_parameters, declared_parameters
+from distmuon.reporting.parameters import FOLDER_PARAMETER, actual_parameters, declared_parameters
 from distmuon.reporting.selfcontained import outside_references
 
 #: A page larger than this is refused.
@@ -79,7 +79,8 @@ def to_html(notebook: nbformat.NotebookNode, path: Path) -> str:
         "started": (run.get("start_time") or "")[:16].replace("T", " "),
         "duration": _duration(run.get("duration")),
         "parameters": _parameter_rows(notebook),
-        "provenance": {label: text for label, text in provenance.items() if text},
+        "provenance": {label: text for label, text in sorted(provenance.items()) if text},
+        "sections": [cell.metadata["section"] for cell in cells if "section" in cell.metadata],
         "code_style": HtmlFormatter(style="friendly").get_style_defs(".highlight"),
     }
     shown = copy.copy(notebook)
@@ -105,9 +106,10 @@ def _body(notebook: nbformat.NotebookNode, failure: Failure | None) -> tuple[str
             continue
         if cell.cell_type == "markdown" and title is None and (found := re.match(r"\s*# +(.+)\n*", cell.source)):
             title, cell.source = found[1].strip(), cell.source[found.end() :]
+        if cell.cell_type == "markdown" and (found := re.search(r"^## +(.+)", cell.source, re.MULTILINE)):
+            cell.metadata["section"] = found[1].strip()
         if cell.cell_type == "code":
-            outputs = [_ready(output, failure) for output in cell.outputs]
-            cell.outputs = [output for output in outputs if output is not None]
+            cell.outputs = [_ready(output, failure) for output in _merged(cell.outputs, failure)]
             cell.metadata["show_code"] = "remove-input" not in tags
             cell.metadata["failed"] = failure is not None and failure.cell == index
         if cell.source.strip():
@@ -115,13 +117,25 @@ def _body(notebook: nbformat.NotebookNode, failure: Failure | None) -> tuple[str
     return title, cells
 
 
-def _ready(output: nbformat.NotebookNode, failure: Failure | None) -> nbformat.NotebookNode | None:
-    """An output as the page shows it, or None if it does not: progress is gone, nothing fetches, long text is cut."""
+def _merged(outputs: list[nbformat.NotebookNode], failure: Failure | None) -> list[nbformat.NotebookNode]:
+    """The outputs to show: progress is gone, and what a stream wrote around it is one text again."""
+    merged: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if output.output_type != "stream":
+            merged.append(output)
+        elif output.name == "stdout" or failure is not None:
+            if merged and merged[-1].get("name") == output.name:
+                merged[-1].text += output.text
+            else:
+                merged.append(output)
+    return [output for output in merged if output.output_type != "stream" or _settled(output.text).strip()]
+
+
+def _ready(output: nbformat.NotebookNode, failure: Failure | None) -> nbformat.NotebookNode:
+    """An output as the page shows it: lines settled, nothing that fetches, long text cut."""
     if output.output_type == "stream":
-        if output.name == "stderr" and failure is None:
-            return None
         output.text = _shorten(_settled(output.text))
-        return output if output.text.strip() else None
+        return output
     if "data" not in output:
         return output
     if MARK in output.data and failure is None:
@@ -154,10 +168,11 @@ def _parameter_rows(notebook: nbformat.NotebookNode) -> list[_ParameterRow]:
         declared, values = declared_parameters(notebook), actual_parameters(notebook)
     except ValueError:  # a notebook that was not run by execute() may hold anything in that cell
         return []
-    return [
-        _ParameterRow(name, _shown(values[name]), _shown(p.default), values[name] != p.default, p.help)
-        for name, p in declared.items()
-    ]
+    rows = []
+    for name, declared_as in declared.items():
+        changed = values[name] != declared_as.default and name != FOLDER_PARAMETER
+        rows.append(_ParameterRow(name, _shown(values[name]), _shown(declared_as.default), changed, declared_as.help))
+    return rows
 
 
 def _shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Is a page one file that needs no script and no network? Asked of every page, and of every piece that goes into one."""
+"""Is a page one file that needs no script and no network? Asked of every page, and of each piece that goes into one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FETCHING_TAGS = {"script", "iframe", "frame", "object", "embed", "base"}
 
 
 def outside_references(page: str) -> list[str]:
-    """What a browser would fetch or run while it shows ``page``: scripts, event handlers, and anything but ``data:`` URLs.
+    """What a browser would fetch or run while it shows ``page``: scripts, event handlers, all but ``data:`` URLs.
 
     A link that the reader may click, or one inside the page, is none.
     """

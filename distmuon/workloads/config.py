@@ -1,8 +1,8 @@
 """The workloads: the sizes of each model, what its matrices are, its buckets, its storage and its recipe.
 
 Everything here is plain data and arithmetic; no tensor is made. ``kimi-debug`` is the model of the published profile,
-``tiny`` the same code at a size that steps in a fraction of a second, ``moonlight-16b`` and ``kimi-k2`` are for counting
-and planning. All are decoders with multi-head latent attention and a mixture of experts, as DeepSeek-V3 has them.
+``tiny`` the same code at a size that steps in a fraction of a second, ``moonlight-16b`` and ``kimi-k2`` are counted and
+planned. All are decoders with multi-head latent attention and a mixture of experts, as DeepSeek-V3 has them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import Any
 
 from distmuon.names import choose
 
 #: What the recipe hands to DistMuon and to AdamW beside the learning rate. Parameters and gradients are fp32.
 LEARNING_RATE = 8e-4
-MUON_RECIPE: Mapping[str, object] = MappingProxyType(
+MUON_RECIPE: Mapping[str, Any] = MappingProxyType(
     {"weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"}
 )
-ADAMW_RECIPE: Mapping[str, object] = MappingProxyType({"weight_decay": 0.1, "betas": (0.9, 0.95)})
+ADAMW_RECIPE: Mapping[str, Any] = MappingProxyType({"weight_decay": 0.1, "betas": (0.9, 0.95)})
 MAX_GRAD_NORM = 1.0
 
 
@@ -96,7 +97,7 @@ class Layout:
 
     @property
     def expert_shard_dim(self) -> int:
-        """Dimension of the (E, rows, columns) experts that efsdp shards: 0 while there is an expert for each, else 1."""
+        """Dimension of the (E, rows, cols) experts that efsdp shards: 0 while there is an expert for each, else 1."""
         return 0 if self.efsdp <= self.experts // self.ep else 1
 
 
@@ -155,7 +156,9 @@ class Workload:
         if self.top_k > self.experts:
             raise ValueError(f"workload {self.name!r}: top {self.top_k} of only {self.experts} experts")
         if self.qk_rope % 2:
-            raise ValueError(f"workload {self.name!r}: qk_rope is rotated in pairs and must be even, not {self.qk_rope}")
+            raise ValueError(
+                f"workload {self.name!r}: qk_rope is rotated in pairs and must be even, not {self.qk_rope}"
+            )
         self.layout(self.default_ranks, self.default_ep)
 
     @property

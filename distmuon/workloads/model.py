@@ -76,19 +76,20 @@ class Layer(nn.Module):
         self.attention_norm = nn.RMSNorm(workload.width)
         self.attention = Attention(workload)
         self.ffn_norm = nn.RMSNorm(workload.width)
+        self.dense = dense
         if dense:
             self.feed_forward = FeedForward(workload.width, workload.dense_hidden)
         else:
             self.moe = MoE(workload)
 
     def forward(self, hidden: Tensor, rotation: Tensor) -> Tensor:
+        """(B, T, D) and the rotary table to (B, T, D)."""
         hidden = hidden + self.attention(self.attention_norm(hidden), rotation)
-        feed_forward = self.moe if hasattr(self, "moe") else self.feed_forward
-        return hidden + feed_forward(self.ffn_norm(hidden))
+        return hidden + (self.feed_forward if self.dense else self.moe)(self.ffn_norm(hidden))
 
 
 class Attention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values come from one small latent vector."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values come from a small latent vector."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -107,6 +108,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(heads * workload.v_head, width, bias=False)
 
     def forward(self, hidden: Tensor, rotation: Tensor) -> Tensor:
+        """(B, T, D) and the rotary table to (B, T, D); no token sees a later one."""
         sizes = self.sizes
         query = self.wq_b(self.q_norm(self.wq_a(hidden))) if sizes.q_lora else self.wq(hidden)
         query = query.unflatten(-1, (sizes.heads, -1)).transpose(1, 2)  # (B, H, T, nope + rope)
@@ -132,6 +134,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(width, hidden, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """(..., D) to (..., D)."""
         return self.w2(F.silu(self.w1(hidden)) * self.w3(hidden))
 
 
@@ -171,9 +174,9 @@ class Experts(nn.Module):
         """
         # An expert without tokens takes part too: its weights then have gradients of zero, on every rank alike. unbind,
         # and not an index an expert, so that backward writes the stacked gradient once.
-        stacks = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.w1, self.w2, self.w3))
-        pieces = zip(tokens.split(counts.tolist()), *(stack.unbind(0) for stack in stacks), strict=True)
-        return torch.cat([F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2) for x, w1, w2, w3 in pieces])
+        w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
+        experts = zip(tokens.split(counts.tolist()), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
+        return torch.cat([F.linear(F.silu(F.linear(x, up)) * F.linear(x, gate), down) for x, up, down, gate in experts])
 
 
 class MoE(nn.Module):
@@ -190,6 +193,7 @@ class MoE(nn.Module):
         self.dispatch: Callable[[Experts, Tensor, Tensor], Tensor] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, D)."""
         tokens = hidden.flatten(0, -2)  # (B * T, D)
         scores, chosen = self.router(tokens)
         # Sorting copies of the tokens is a permutation, so neither direction of it adds anything up: gradients come out

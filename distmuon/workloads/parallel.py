@@ -1,8 +1,9 @@
 """A model over ranks: two meshes, experts split over ``ep`` with their tokens sent to them, FSDP over the rest.
 
-Dense parameters lie ``Shard(0)`` on the mesh ("dp_shard",). Experts lie on ("efsdp", "ep"): whole experts over ``ep``, and
-FSDP shards what each ``ep`` rank has over ``efsdp``. Gradients are summed over ranks, never averaged: the loss of a rank is
-its share of the mean over all tokens (see ``training``), so the sum is the gradient of that mean for experts too.
+Dense parameters lie ``Shard(0)`` on the mesh ("dp_shard",). Experts lie on ("efsdp", "ep"): whole experts over ``ep``,
+and FSDP shards what each ``ep`` rank has over ``efsdp``. Gradients are summed over ranks, never averaged: the loss of a
+rank is its share of the mean over all tokens (see ``training``), so the sum is the gradient of that mean, whichever
+ranks an expert's tokens came from.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ def parallelize(model: Decoder, workload: Workload, meshes: Meshes | None) -> No
     if meshes is None:
         return
     layout = workload.layout(meshes.dense.size(), meshes.expert["ep"].size())
+
+    def place(stack: nn.Parameter) -> Shard:
+        return Shard(layout.expert_shard_dim)
+
+    for moe in [module for module in model.modules() if isinstance(module, MoE)]:
+        split_experts(moe, meshes.expert["ep"])
+        fully_shard(moe.experts, mesh=meshes.expert["efsdp"], shard_placement_fn=place)
     for layer in model.layers:
-        if hasattr(layer, "moe"):
-            _split_experts(layer.moe, meshes.expert["ep"])
-            fully_shard(
-                layer.moe.experts,
-                mesh=meshes.expert["efsdp"],
-                shard_placement_fn=lambda parameter: Shard(layout.expert_shard_dim),
-            )
         fully_shard(layer, mesh=meshes.dense)
     fully_shard(model, mesh=meshes.dense)
     for module in model.modules():
@@ -75,7 +76,7 @@ def parallelize(model: Decoder, workload: Workload, meshes: Meshes | None) -> No
             module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also multiplies
 
 
-def _split_experts(moe: MoE, mesh: DeviceMesh) -> None:
+def split_experts(moe: MoE, mesh: DeviceMesh) -> None:
     """Keep this rank's experts of each stack, and have the tokens sent over ``mesh`` ("ep",)."""
     for name, stack in list(moe.experts.named_parameters()):
         mine = stack.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()  # the clone lets go of the whole stack
@@ -95,7 +96,7 @@ class Dispatch:
         self.group = group
 
     def __call__(self, experts: Experts, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Apply ``experts`` to (N, D) ``tokens`` sorted by expert, ``counts`` (E,) of each; (N, D) in the same order."""
+        """(N, D) tokens sorted by expert, ``counts`` (E,) of each, through ``experts``; (N, D) in the same order."""
         sent = counts.view(self.group.size(), -1)  # (ep, experts of a rank): a row for each destination
         received = torch.empty_like(sent)  # a row for each source
         dist.all_to_all_single(received, sent, group=self.group)

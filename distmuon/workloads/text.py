@@ -66,7 +66,7 @@ def standard_library() -> Text:
         FileNotFoundError: this Python came without its sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    # Asking for names that belong to the library leaves out what a machine has added beside it (sitecustomize and such).
+    # Asking for names that belong to the library leaves out what a machine has added beside it (sitecustomize, say).
     paths = sorted(path for path in folder.glob("*.py") if path.stem in sys.stdlib_module_names)
     content = b"".join(path.read_bytes() for path in paths)
     if not content:

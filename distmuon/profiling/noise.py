@@ -16,9 +16,9 @@ class Change:
 
     Attributes:
         median: of the pairs' changes, as a fraction: -0.01 is one per cent less.
-        low: lower end of an interval for that median: a pair's change, so no distribution is assumed.
+        low: lower end of an interval for that median.
         high: its upper end.
-        confidence: with which the interval covers the true median, if pairs are as likely above it as below.
+        confidence: with which the interval covers the median that very many pairs would have.
         pairs: how many there were.
     """
 
@@ -30,7 +30,7 @@ class Change:
 
     @property
     def within_noise(self) -> bool:
-        """Whether no change at all is inside the interval."""
+        """Whether the interval holds "no change"."""
         return self.low <= 0 <= self.high
 
     @property
@@ -48,23 +48,22 @@ class Change:
 
 
 def paired_change(before: Sequence[float], after: Sequence[float]) -> Change:
-    """The change from ``before`` to ``after``, of which each pair was measured under the same circumstances.
+    """The change from ``before`` to ``after``, where each pair was measured under the same circumstances.
 
-    The interval is that of the sign test: from the k-th smallest to the k-th largest change, with the largest k that still
-    covers the median with a probability of 95 %; with fewer than 6 pairs it is from the smallest to the largest and covers less.
+    The interval is that of the sign test, which assumes no distribution: from the k-th smallest to the k-th largest change,
+    with the largest k that covers the median with a probability of 95 %. Fewer than 6 pairs cannot reach that: then it is
+    from the smallest to the largest, and ``confidence`` says how little it covers.
     """
     changes = sorted(new / old - 1 for old, new in zip(before, after, strict=True))
     if not changes:
         raise ValueError("no pairs to compare")
     pairs = len(changes)
-    outside = 0.0  # probability that k or more pairs all lie on one side
-    k = 0
-    while k < pairs / 2:
-        more = outside + 2 * math.comb(pairs, k) / 2**pairs
-        if k > 0 and 1 - more < CONFIDENCE:
-            break
-        outside, k = more, k + 1
-    return Change(statistics.median(changes), changes[k - 1], changes[-k], max(0.0, 1 - outside), pairs)
+
+    def covered(k: int) -> float:
+        return 1 - 2 * sum(math.comb(pairs, below) for below in range(k)) / 2**pairs
+
+    k = max((k for k in range(1, pairs // 2 + 1) if covered(k) >= CONFIDENCE), default=1)
+    return Change(statistics.median(changes), changes[k - 1], changes[-k], covered(k), pairs)
 
 
 def spread(values: Sequence[float]) -> dict[str, object]:

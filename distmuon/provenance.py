@@ -19,7 +19,7 @@ def provenance() -> dict[str, str]:
     return {
         "distmuon": _version("distmuon"),
         "commit": _commit(),
-        "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "packages": ", ".join(f"{package} {_version(package)}" for package in _PACKAGES),
         "device": _device(),
         "processor": f"{_processor()}, {_cores()} cores to use",

@@ -1,0 +1,57 @@
+# `make report` and `make test` are all the set-up there is: the first call makes .venv and installs into it.
+#
+#   make report            train, profile, write reports/distmuon.html     QUICK=1: smallest parameters
+#   make test              the tests; SLOW=1 runs the slow ones too        PYTEST_ARGS="-k plan": handed to pytest
+#   make lab               JupyterLab on notebooks/
+#   make lint              ruff, notebooks without outputs                 make types: mypy; make format: mend what ruff can
+#   make setup             just the environment                            PIP_ARGS=...: handed to pip (another build of torch)
+#   make clean             remove what the others made, .venv too, but not runs/
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+QUICK ?=
+SLOW ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/installed
+NOTEBOOK := notebooks/01_published_profile.ipynb
+REPORT := reports/distmuon.html
+QUICK_PARAMETERS := -p workload tiny -p steps 1 -p repeats 2
+CODE := distmuon scripts tests notebooks
+
+.PHONY: setup report test lab lint types format clean
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("distmuon needs Python 3.11 or newer; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
+	@touch $@
+
+report: $(INSTALLED)
+	$(BIN)/python scripts/run_notebook.py $(NOTEBOOK) $(if $(QUICK),$(QUICK_PARAMETERS)) --html $(REPORT)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(if $(SLOW),,-m "not slow") $(PYTEST_ARGS)
+
+lab: $(INSTALLED)
+	$(BIN)/jupyter lab notebooks
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/nbstripout --verify notebooks/*.ipynb
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/nbstripout notebooks/*.ipynb
+
+clean:
+	rm -rf .venv build *.egg-info reports .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find $(CODE) -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf

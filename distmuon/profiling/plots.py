@@ -1,0 +1,193 @@
+"""Figures of a profile: each takes a DataFrame and returns a matplotlib Figure.
+
+The first variant comes first and always has the same colour. Colours are from the Okabe-Ito palette, which colour-blind
+readers can tell apart, and differ in lightness, so that they can be told apart in grey as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from distmuon.profiling.noise import Change
+from distmuon.profiling.tables import SOURCE_GROUPS
+from distmuon.ranges import PHASES
+
+WIDTH = 9.0  # inches: a page
+
+_INK = "#222222"
+_VARIANT_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+_SOURCE_COLOURS = ("#0B3C5D", "#3F88C5", "#A6CEE3", "#D9D9D9", "#7F3B08", "#B35806", "#F1A340", "#FEE0B6")
+_PHASE_COLOURS = {
+    "momentum": "#999999",
+    "pack": "#D55E00",
+    "all_to_all": "#44403C",
+    "wait": "#FFFFFF",
+    "unpack": "#E69F00",
+    "newton_schulz": "#0072B2",
+    "repack": "#CC79A7",
+    "return_unpack": "#F0E442",
+    "apply": "#56B4E9",
+}
+_TRANSFER, _WAITING = "#009E73", "#C9E8DE"
+
+
+def copies_and_launches(sources: pd.DataFrame) -> Figure:
+    """Stacked bars of async copies and launches by source.
+
+    Args:
+        sources: ``variant``, ``source``, ``async_copies``, ``launches``: means a rank and step.
+    """
+    variants = list(dict.fromkeys(sources["variant"]))
+    figure, axes = _axes(rows=2, height=1.5 + 1.1 * len(variants))
+    for axis, (value, label) in zip(axes, [("async_copies", "async copies"), ("launches", "launches")], strict=True):
+        left = dict.fromkeys(variants, 0.0)
+        for (group, members), colour in zip(SOURCE_GROUPS.items(), _SOURCE_COLOURS, strict=True):
+            for position, variant in enumerate(variants):
+                mine = (sources["variant"] == variant) & sources["source"].isin(members)
+                width = sources[mine][value].sum()
+                axis.barh(position, width, left=left[variant], color=colour, edgecolor="white", linewidth=0.6, label=group)
+                left[variant] += width
+        largest = max(left.values())
+        for position, variant in enumerate(variants):
+            axis.text(left[variant] + 0.01 * largest, position, f"{left[variant]:,g}", va="center", color=_INK)
+        axis.set(xlim=(0, 1.1 * largest), xlabel=f"{label} a rank and step")
+        axis.set_yticks(range(len(variants)), variants)
+        axis.invert_yaxis()
+    handles = [Patch(color=colour, label=group) for group, colour in zip(SOURCE_GROUPS, _SOURCE_COLOURS, strict=True)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+    return figure
+
+
+def spans(steps: pd.DataFrame, changes: Mapping[str, Change]) -> Figure:
+    """Spans of the optimizer step on each rank: mean, smallest to largest, and a dot a step; and the change with its interval.
+
+    Args:
+        steps: ``variant``, ``rank``, ``repeat``, ``step``, ``cpu_span_ms``, ``gpu_span_ms``.
+        changes: of the variants after the first, of the CPU span.
+    """
+    variants = list(dict.fromkeys(steps["variant"]))
+    spans = [name for name in ("cpu_span_ms", "gpu_span_ms") if steps[name].notna().any()]
+    figure, axes = _axes(columns=len(spans) + 1, height=3.4, width_ratios=[2] * len(spans) + [1])
+    for axis, span in zip(axes, spans, strict=False):
+        for position, variant in enumerate(variants):
+            offset = (position - (len(variants) - 1) / 2) * 0.25
+            values = steps[steps["variant"] == variant].groupby("rank")[span]
+            centre = values.mean()
+            reach = [centre - values.min(), values.max() - centre]
+            colour = _VARIANT_COLOURS[position % len(_VARIANT_COLOURS)]
+            axis.errorbar(
+                centre.index + offset, centre, yerr=reach, fmt="os^D"[position % 4], color=colour, capsize=4, label=variant
+            )
+            for rank, each in values:
+                axis.plot([rank + offset + 0.07] * len(each), each, ".", color=colour, markersize=4, alpha=0.7)
+        ranks = sorted(steps["rank"].unique())
+        axis.set(ylim=(0, 1.08 * steps[span].max()), ylabel=f"{span[:3].upper()} span of the step (ms)", xlabel="rank")
+        axis.set_xticks(ranks, [str(rank) for rank in ranks])
+        axis.legend(loc="lower right", frameon=False)
+    _changes(axes[-1], variants, changes)
+    return figure
+
+
+def timeline(step: pd.DataFrame) -> Figure:
+    """One optimizer step: a lane a rank, phase by phase, and below it the exchanges in flight.
+
+    Of an exchange, the waiting for other ranks is drawn before the transfer, as it is when the last to come is awaited.
+
+    Args:
+        step: events of one variant, repeat and step, of all ranks.
+    """
+    ranks = sorted(step["rank"].unique())
+    figure, (axis,) = _axes(height=1.4 + 0.75 * len(ranks))
+    start = step[step["kind"] == "optimizer"]["start_us"].min()
+    for position, rank in enumerate(ranks):
+        mine = step[step["rank"] == rank]
+        for name in PHASES:
+            _bars(axis, mine[mine["phase"] == name], start, position - 0.36, 0.4, _PHASE_COLOURS[name])
+        # Two exchanges may be in flight, each on its own thread.
+        exchanges = mine[mine["kind"] == "exchange"]
+        for lane, (_, carried) in enumerate(exchanges.groupby("thread", sort=False)):
+            bottom = position + 0.07 + 0.15 * lane
+            waiting_end = carried["start_us"] + carried["waiting_us"]
+            _bars(axis, carried.assign(duration_us=carried["waiting_us"]), start, bottom, 0.13, _WAITING)
+            transfers = carried.assign(start_us=waiting_end, duration_us=carried["transfer_us"])
+            _bars(axis, transfers, start, bottom, 0.13, _TRANSFER)
+    axis.set(xlabel="time since the step began (ms)", ylim=(len(ranks) - 0.5, -0.5))
+    axis.set_xlim(left=0)
+    lanes = [(position + offset, text) for position, rank in enumerate(ranks) for offset, text in _lanes(rank)]
+    axis.set_yticks([place for place, _ in lanes], [text for _, text in lanes])
+    named = [(_PHASE_COLOURS[name], name) for name in PHASES]
+    named += [(_WAITING, "exchange: waiting"), (_TRANSFER, "exchange: transfer")]
+    handles = [Patch(facecolor=colour, edgecolor=_INK, linewidth=0.4, label=label) for colour, label in named]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+    return figure
+
+
+def training(rows: pd.DataFrame) -> Figure:
+    """Loss and gradient norm by step: a line a variant, a ring a rank; equal values lie on one another.
+
+    Args:
+        rows: ``variant``, ``rank``, ``repeat``, ``step``, ``loss``, ``grad_norm``.
+    """
+    variants = list(dict.fromkeys(rows["variant"]))
+    ranks = sorted(rows["rank"].unique())
+    figure, axes = _axes(columns=2, height=3.2)
+    for axis, (value, label) in zip(axes, [("loss", "loss (nats a token)"), ("grad_norm", "gradient norm")], strict=True):
+        for position, variant in enumerate(variants):
+            mine = rows[rows["variant"] == variant]
+            style = {"color": _VARIANT_COLOURS[position % len(_VARIANT_COLOURS)], "linestyle": ["-", "--", ":", "-."][position % 4]}
+            means = mine.groupby("step")[value].mean()
+            axis.plot(means.index, means, linewidth=4 - 2 * (position > 0), label=variant, **style)
+        for size, rank in enumerate(ranks):
+            mine = rows[rows["rank"] == rank]
+            ring = {"marker": "o", "markersize": 4 + 3 * size, "markerfacecolor": "none", "linestyle": "none"}
+            axis.plot(mine["step"], mine[value], color=_INK, markeredgewidth=0.7, label=f"rank {rank}", **ring)
+        axis.set(xlabel="step", ylabel=label)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    axes[0].legend(frameon=False, fontsize=8, ncols=2)
+    return figure
+
+
+def typical_step(events: pd.DataFrame, variant: str) -> pd.DataFrame:
+    """The events of that step of ``variant`` whose span, as a mean over ranks, is in the middle of all of them."""
+    mine = events[events["variant"] == variant]
+    means = mine[mine["kind"] == "optimizer"].groupby(["repeat", "step"])["duration_us"].mean().sort_values()
+    repeat, step = means.index[len(means) // 2]
+    return mine[(mine["repeat"] == repeat) & (mine["step"] == step)]
+
+
+def _axes(
+    rows: int = 1, columns: int = 1, *, height: float, width_ratios: Sequence[float] | None = None
+) -> tuple[Figure, list[Axes]]:
+    with plt.rc_context({"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, axes = plt.subplots(
+            rows, columns, figsize=(WIDTH, height), layout="constrained", squeeze=False, width_ratios=width_ratios
+        )
+    return figure, list(axes.flat)
+
+
+def _bars(axis: Axes, rows: pd.DataFrame, start_us: float, bottom: float, height: float, colour: str) -> None:
+    spans = list(zip((rows["start_us"] - start_us) / 1e3, rows["duration_us"] / 1e3, strict=True))
+    axis.broken_barh(spans, (bottom, height), facecolors=colour, edgecolors=_INK, linewidth=0.3)
+
+
+def _lanes(rank: int) -> list[tuple[float, str]]:
+    return [(-0.16, f"rank {rank}"), (0.21, "exchange")]
+
+
+def _changes(axis: Axes, variants: Sequence[str], changes: Mapping[str, Change]) -> None:
+    axis.axhline(0, color=_INK, linewidth=0.8)
+    for position, variant in enumerate(variants[1:], start=1):
+        change = changes[variant]
+        reach = [[change.median - change.low], [change.high - change.median]]
+        style = {"fmt": "os^D"[position % 4], "color": _VARIANT_COLOURS[position % len(_VARIANT_COLOURS)], "capsize": 6}
+        axis.errorbar([position], [change.median * 100], yerr=[[value * 100 for value in side] for side in reach], **style)
+    axis.set(xlim=(0.4, len(variants) - 0.4), ylabel=f"change of the CPU span against {variants[0]} (%)")
+    axis.set_xticks(range(1, len(variants)), variants[1:])
+    largest = max([1.0, *(100 * max(abs(change.low), abs(change.high)) for change in changes.values())])
+    axis.set_ylim(-1.15 * largest, 1.15 * largest)

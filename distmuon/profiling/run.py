@@ -1,0 +1,75 @@
+"""Profile a workload: one call that starts the ranks, or joins those that are there, and returns the results."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from distmuon.profiling.launch import launch
+from distmuon.profiling.results import Run
+from distmuon.profiling.session import Settings, profile_rank
+
+
+def profile(
+    settings: Settings,
+    out: Path | str | None = None,
+    *,
+    silence_s: float = 300.0,
+    progress: TextIO | None = None,
+    command: str | None = None,
+) -> Run | None:
+    """Profile, and write ``summary.json``, ``events.parquet``, ``rank{r}.trace.json.gz`` and ``rank{r}.log``.
+
+    Where ``RANK`` is set, as torchrun and Slurm scripts do, this process is that rank; otherwise all ranks are started here.
+
+    Args:
+        settings: what to profile.
+        out: folder for the files; None for a fresh one under ``runs/``.
+        silence_s: how long no rank may write to its log before the run is taken to hang.
+        progress: where rank 0's progress goes; None for standard error.
+        command: what the user called, for the provenance; None for this process's command line.
+
+    Returns:
+        The results; None on a rank other than 0 of a run that was joined.
+
+    Raises:
+        FileExistsError: ``out`` already holds files.
+        RankFailure: a rank died or hung; no process is left.
+    """
+    command = command or shlex.join(["python", *sys.argv])
+    folder = Path(out) if out else _fresh_folder(settings)
+    rank = int(os.environ.get("RANK", 0))
+    if rank == 0:
+        _claim(folder)
+    if "RANK" in os.environ:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank{rank}.log").open("w") as log:
+            profile_rank(settings, folder, command, log)
+    else:
+        arguments = [settings.to_json(), str(folder), command]
+        progress = progress or sys.stderr
+        launch(
+            "distmuon.profiling.session",
+            arguments,
+            ranks=settings.ranks,
+            folder=folder,
+            silence_s=silence_s,
+            progress=progress,
+        )
+    return Run.read(folder) if rank == 0 else None
+
+
+def _fresh_folder(settings: Settings) -> Path:
+    now = datetime.datetime.now(datetime.UTC)
+    return Path("runs", f"{now:%Y%m%dT%H%M%S}-profile-{settings.workload}")
+
+
+def _claim(folder: Path) -> None:
+    """Make the folder; a run that is there stays as it is."""
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} already holds files: name another folder, or none for a fresh one under runs/")
+    folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,264 @@
+"""What one rank of a profile does: train each variant side by side, and record the optimizer's steps.
+
+``python -m distmuon.profiling.session`` is one rank, started by :mod:`distmuon.profiling.run`. Every rank trains all
+variants in turn, step by step, so that they meet the same circumstances; the turns are reversed with every step. Only the
+optimizer's step is recorded: each on its own, after a barrier, and all of a rank into one trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import gzip
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from distmuon.names import choose
+from distmuon.profiling.counting import count_launches
+from distmuon.profiling.events import rank_events, sent_bytes, step_range
+from distmuon.profiling.launch import run_as_rank
+from distmuon.profiling.results import RankResults, write_results
+from distmuon.profiling.trace import Trace
+from distmuon.variants import VARIANTS
+from distmuon.workloads import get_workload
+from distmuon.workloads.training import Trainer
+
+DEVICES = ("auto", "cpu", "cuda")
+NS_DTYPES = ("auto", "bfloat16", "float32")
+BUCKETS = ("published", "auto")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to profile.
+
+    Args:
+        workload: name of a workload.
+        ranks: number of ranks.
+        ep: expert-parallel degree.
+        variants: names; the others are compared with the first.
+        steps: profiled steps of a repeat.
+        repeats: how often the training is done, from the seed on; each must come to the same.
+        warmup: steps of a repeat that come before, and are not recorded.
+        tokens: of a rank and step.
+        seed: of the weights.
+        device: "auto" takes a GPU a rank where there are so many, else the CPU.
+        ns_dtype: of Newton-Schulz; "auto" is bfloat16 on a GPU and float32 on a CPU, which may lack units for the other.
+        buckets: "published", the workload's own, or "auto", DistMuon's choice.
+
+    Raises:
+        ValueError: a name is unknown (the nearest is given), a number is too small, or ranks, ep and workload do not fit.
+    """
+
+    workload: str = "kimi-debug"
+    ranks: int = 4
+    ep: int = 2
+    variants: tuple[str, ...] = ("baseline", "batched")
+    steps: int = 3
+    repeats: int = 2
+    warmup: int = 1
+    tokens: int = 128
+    seed: int = 0
+    device: str = "auto"
+    ns_dtype: str = "auto"
+    buckets: str = "published"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "variants", tuple(self.variants))
+        get_workload(self.workload).layout(self.ranks, self.ep)
+        for variant in self.variants:
+            choose("variant", variant, VARIANTS)
+        if not self.variants or len(set(self.variants)) < len(self.variants):
+            raise ValueError(f"variants must be one or more, each once, not {list(self.variants)}")
+        for name, least in [("steps", 1), ("repeats", 1), ("warmup", 0), ("tokens", 1)]:
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}")
+        choose("device", self.device, DEVICES)
+        choose("ns_dtype", self.ns_dtype, NS_DTYPES)
+        choose("buckets", self.buckets, BUCKETS)
+
+    def to_json(self) -> str:
+        """As one line of JSON, for :meth:`from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        """What :meth:`to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+def profile_rank(settings: Settings, folder: Path, command: str, log: TextIO | None = None) -> None:
+    """Run one rank from its environment (``RANK`` and so on) to its end; rank 0 writes the results of all.
+
+    Args:
+        settings: the same on all ranks.
+        folder: where traces and results go; it exists.
+        command: what the user called, for the results.
+        log: where progress goes beside standard error.
+    """
+    rank, device = int(os.environ["RANK"]), _device(settings)
+
+    def say(text: str) -> None:
+        for stream in (sys.stderr, log):
+            if stream:
+                print(f"rank {rank} of {settings.ranks}: {text}", file=stream, flush=True)
+
+    gpus = f"{torch.cuda.device_count()} GPUs for {_local_ranks(settings)} ranks"
+    say(f"process {os.getpid()}, {settings.workload} on {device} ({gpus}), {', '.join(settings.variants)}")
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")  # "nccl" is RCCL with ROCm
+    if dist.get_world_size() != settings.ranks:
+        raise ValueError(f"ranks is {settings.ranks}, but this job has {dist.get_world_size()}")
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # the ranks share the cores
+    else:
+        torch.cuda.set_device(device)
+
+    recorder = Recorder(device)
+    training: dict[str, list[dict[str, Any]]] = {variant: [] for variant in settings.variants}
+    digests: dict[str, list[str]] = {variant: [] for variant in settings.variants}
+    for repeat in range(settings.repeats):
+        trainers = {variant: _trainer(settings, variant, rank, device) for variant in settings.variants}
+        for step in range(settings.warmup + settings.steps):
+            profiled = step >= settings.warmup
+            for variant in settings.variants[:: -1 if step % 2 else 1]:
+                trainer = trainers[variant]
+                loss, grad_norm = trainer.forward_backward(step), trainer.clip()
+                with recorder.record(step_range(variant, repeat, step)) if profiled else nullcontext():
+                    trainer.optimizer_step()
+                training[variant].append({"repeat": repeat, "step": step, "loss": loss, "grad_norm": grad_norm})
+                where = f"repeat {repeat + 1} of {settings.repeats}, step {step} of {settings.warmup + settings.steps - 1}"
+                say(f"{where}, {variant}{'' if profiled else ', warm-up'}: loss {loss:.4f}, gradient norm {grad_norm:.4f}")
+        for variant, trainer in trainers.items():
+            digests[variant].append(trainer.digest())
+
+    path = folder / f"rank{rank}.trace.json.gz"
+    recorder.write(path)
+    trace = Trace(path)
+    sent = {variant: sent_bytes(trainer.muon.plan) for variant, trainer in trainers.items()}
+    mine = RankResults(rank_events(trace, rank, sent), trace.base_ns, training, digests)
+    say("gathering")
+    everyone: list[RankResults] | None = [None] * settings.ranks if rank == 0 else None
+    dist.gather_object(mine, everyone)
+    text = trainers[settings.variants[0]].text
+    dist.destroy_process_group()
+    if everyone is not None:
+        # Counting makes process groups of its own, so it comes last. It is always the bfloat16 program that is counted.
+        question = settings.workload, settings.ranks, settings.ep
+        counts = {name: count_launches(*question, name, buckets=settings.buckets) for name in settings.variants}
+        write_results(
+            folder,
+            settings=asdict(settings) | {"device": device.type, "ns_dtype": str(_ns_dtype(settings, device))[6:]},
+            ranks=everyone,
+            counts=counts,
+            origin={"command": command, "text": text.source, "text digest": text.digest},
+        )
+    say("done")
+
+
+class Recorder:
+    """Records steps with the PyTorch profiler, each in a session of its own, and writes them as one trace.
+
+    A session a step is complete when the step ends, device activity included, and leaves out what lies between: pausing one
+    long session would do neither on a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+        self._document: dict[str, Any] = {}
+        with self._session():  # the first session of a process imports for seconds
+            torch.ones(1, device=device).add_(1)
+
+    @contextmanager
+    def record(self, name: str) -> Iterator[None]:
+        """Record what the caller does, as a range of that name, once all ranks are here."""
+        gc.collect()
+        gc.disable()
+        with self._session() as session:
+            dist.barrier()
+            self._synchronize()
+            with record_function(name):
+                yield
+            self._synchronize()
+        gc.enable()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "step.json")
+            session.export_chrome_trace(str(path))
+            document = json.loads(path.read_text())
+        if not self._document:
+            self._document = document
+        else:  # its description of the process is there already
+            self._document["traceEvents"] += [event for event in document["traceEvents"] if event["ph"] != "M"]
+
+    def write(self, path: Path) -> None:
+        """Write all recorded steps as one gzipped trace."""
+        with gzip.open(path, "wt") as file:
+            json.dump(self._document, file)
+
+    def _session(self) -> profile:
+        self._synchronize()
+        return profile(activities=self._activities)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _local_ranks(settings: Settings) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", settings.ranks))
+
+
+def _device(settings: Settings) -> torch.device:
+    local_ranks = _local_ranks(settings)
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
+    if settings.device == "cuda" and not enough:
+        raise ValueError(f"device 'cuda' needs a GPU a rank: {local_ranks}, and there are {torch.cuda.device_count()}")
+    if settings.device == "cpu" or not enough:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def _ns_dtype(settings: Settings, device: torch.device) -> torch.dtype:
+    if settings.ns_dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, settings.ns_dtype)
+
+
+def _trainer(settings: Settings, variant: str, rank: int, device: torch.device) -> Trainer:
+    return Trainer(
+        get_workload(settings.workload),
+        ranks=settings.ranks,
+        ep=settings.ep,
+        rank=rank,
+        device=device,
+        variant=variant,
+        tokens=settings.tokens,
+        seed=settings.seed,
+        ns_dtype=_ns_dtype(settings, device),
+        buckets=settings.buckets,
+    )
+
+
+def main() -> None:
+    """Read the command line that :mod:`distmuon.profiling.run` wrote, and be a rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("settings", type=Settings.from_json)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("command")
+    arguments = parser.parse_args()
+    profile_rank(arguments.settings, arguments.folder, arguments.command)
+
+
+if __name__ == "__main__":
+    run_as_rank(main)

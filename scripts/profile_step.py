@@ -1,0 +1,84 @@
+#!/usr/bin/env python
+"""Train a workload for real and profile its optimizer's steps, variant beside variant.
+
+    python scripts/profile_step.py --workload kimi-debug --ranks 4 --ep 2 --variant baseline --variant batched --steps 5
+
+Starts its own ranks (gloo on CPU, NCCL or RCCL where there is a GPU a rank); under torchrun it joins those that are there.
+Writes summary.json, events.parquet, rank{r}.trace.json.gz and rank{r}.log.
+
+Exit code: 0 complete, 1 a rank died or hung (its name and last log lines are shown), 2 a mistake in the request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+
+from distmuon.commandline import Parser, one_of
+from distmuon.profiling.launch import RankFailure
+from distmuon.profiling.run import profile
+from distmuon.profiling.session import BUCKETS, DEVICES, NS_DTYPES, Settings
+from distmuon.profiling.tables import profile_table
+from distmuon.variants import VARIANTS
+from distmuon.workloads import WORKLOADS
+
+
+def main() -> int:
+    """Profile what the command line asks for."""
+    arguments = parse_arguments()
+    names = vars(Settings()).keys() - {"variants"}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a stopped run ends its ranks, too
+    try:
+        chosen = {name: getattr(arguments, name) for name in names}
+        settings = Settings(variants=tuple(arguments.variants or Settings().variants), **chosen)
+        run = profile(settings, arguments.out, silence_s=arguments.time_limit)
+    except (ValueError, FileExistsError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RankFailure as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: all ranks have been ended", file=sys.stderr)
+        return 130
+    if run:
+        print(json.dumps(run.summary, indent=2) if arguments.format == "json" else profile_table(run).to_string(index=False))
+        print(f"results: {run.folder}", file=sys.stderr)
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    default = Settings()
+    parser = Parser(__doc__)
+    parser.add_argument("--workload", type=one_of("workload", WORKLOADS), default=default.workload)
+    parser.add_argument("--ranks", type=int, default=default.ranks)
+    parser.add_argument("--ep", type=int, default=default.ep, help="expert-parallel degree")
+    parser.add_argument(
+        "--variant",
+        dest="variants",
+        action="append",
+        type=one_of("variant", VARIANTS),
+        help="may be given several times; the others are compared with the first",
+    )
+    parser.add_argument("--steps", type=int, default=default.steps, help="profiled steps of a repeat")
+    parser.add_argument("--repeats", type=int, default=default.repeats)
+    parser.add_argument("--warmup", type=int, default=default.warmup, help="steps before, not recorded")
+    parser.add_argument("--tokens", type=int, default=default.tokens, help="of a rank and step")
+    parser.add_argument("--seed", type=int, default=default.seed)
+    parser.add_argument("--device", type=one_of("device", DEVICES), default=default.device)
+    parser.add_argument("--ns-dtype", type=one_of("ns-dtype", NS_DTYPES), default=default.ns_dtype)
+    parser.add_argument("--buckets", type=one_of("buckets", BUCKETS), default=default.buckets)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: a fresh folder under runs/")
+    parser.add_argument(
+        "--time-limit", type=float, default=300.0, metavar="SECONDS", help="a run hangs when no rank writes for so long"
+    )
+    parser.add_argument("--format", type=one_of("format", ("table", "json")), default="table")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,208 @@
+"""Bad input: a clear error that names what, where and what instead, before any exchange, on every rank that is concerned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pool import RankError
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from distmuon import DistMuon
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape))
+
+
+@pytest.mark.parametrize("shape", [(4,), (64, 32, 3, 3)])
+def test_parameters_that_are_no_matrices_are_refused(shape):
+    with pytest.raises(ValueError, match=r"parameter 'conv' has shape .*Give it to AdamW"):
+        DistMuon([("conv", weight(*shape))])
+
+
+def test_integer_parameters_are_refused():
+    parameter = nn.Parameter(torch.zeros(2, 2, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(TypeError, match=r"parameter 'ids' is torch.int64"):
+        DistMuon([("ids", parameter)])
+
+
+def test_a_row_blocks_pattern_that_matches_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"row_blocks pattern '\*\.wk\.weight' matches no parameter; there are 1: a.wq.weight"):
+        DistMuon([("a.wq.weight", weight(8, 4))], row_blocks={"*.wk.weight": 4})
+
+
+@pytest.mark.parametrize("blocks", [5, 16, (4, 3), (8, 8)])
+def test_row_blocks_that_do_not_add_up_are_refused(blocks):
+    with pytest.raises(ValueError, match=r"does not add up on parameter 'wq' of shape \(8, 4\): it has 8 rows"):
+        DistMuon([("wq", weight(8, 4))], row_blocks={"wq": blocks})
+
+
+@pytest.mark.parametrize("blocks", [0, -4, "4", (4, 0, 4)])
+def test_row_blocks_that_are_no_rows_are_refused(blocks):
+    with pytest.raises(ValueError, match=r"row_blocks\['wq'\] is .*give positive rows"):
+        DistMuon([("wq", weight(8, 4))], row_blocks={"wq": blocks})
+
+
+def test_row_blocks_given_twice_and_differently_are_refused():
+    group = {"params": [("wq", weight(8, 4))], "row_blocks": {"wq": 4}}
+    with pytest.raises(ValueError, match="give it once"):
+        DistMuon([group], row_blocks={"wq": 2})
+
+
+def test_a_parameter_in_no_bucket_is_named():
+    with pytest.raises(ValueError, match="parameter 'b' is in no bucket"):
+        DistMuon([("a", weight(4, 4)), ("b", weight(4, 4))], buckets=[("a",)])
+
+
+def test_a_bucket_pattern_that_matches_nothing_is_refused():
+    with pytest.raises(ValueError, match="buckets pattern 'c' matches no parameter"):
+        DistMuon([("a", weight(4, 4))], buckets=[("a", "c")])
+
+
+def test_an_unknown_variant_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="unknown variant 'batch'; did you mean 'batched'"):
+        DistMuon([weight(4, 4)], variant="batch")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr": torch.ones(2)}, "lr is a tensor of 2 elements"),
+        ({"momentum": -0.1}, "momentum is -0.1"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1"),
+        ({"adjust_lr_fn": "none"}, "adjust_lr_fn is 'none': choose one of"),
+        ({"ns_steps": 100}, "ns_steps is 100"),
+        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients is"),
+        ({"ns_dtype": torch.float16}, "ns_dtype is torch.float16"),
+    ],
+)
+def test_settings_out_of_range_are_named(setting, message):
+    with pytest.raises(ValueError, match=message):
+        DistMuon([weight(4, 4)], **setting)
+
+
+def test_mixed_devices_are_refused():
+    other = nn.Parameter(torch.empty(4, 4, device="meta"))
+    with pytest.raises(ValueError, match=r"on several devices \('a' on cpu, 'b' on meta\)"):
+        DistMuon([("a", weight(4, 4)), ("b", other)])
+
+
+def test_two_parameters_of_one_name_are_refused():
+    groups = [{"params": [("a", weight(4, 4))]}, {"params": [("a", weight(4, 4))]}]
+    with pytest.raises(ValueError, match="two parameters are named 'a'"):
+        DistMuon(groups)
+
+
+def test_a_missing_gradient_is_named():
+    optimizer = DistMuon([("a", weight(4, 4))])
+    with pytest.raises(ValueError, match="parameter 'a' has no gradient on this rank"):
+        optimizer.step()
+
+
+# What only the ranks together can see: every rank raises the same.
+
+
+def sharded(name: str, ranks: int, *shape: int) -> tuple[str, nn.Parameter]:
+    mesh = init_device_mesh("cpu", (ranks,))
+    return name, nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(0)], src_data_rank=None))
+
+
+def message_of(build: Any) -> str:
+    try:
+        build()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def other_names(rank: int, ranks: int) -> str:
+    return message_of(lambda: DistMuon([sharded("a" if rank else "b", ranks, 4, 4)]))
+
+
+def other_order(rank: int, ranks: int) -> str:
+    named = [sharded("a", ranks, 4, 4), sharded("b", ranks, 4, 4)]
+    return message_of(lambda: DistMuon(named if rank else reversed(named)))
+
+
+def other_shapes(rank: int, ranks: int) -> str:
+    """``DTensor.from_local`` without a shape guesses it from the local tensor, here of 3 and of 2 rows."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    local = DTensor.from_local(torch.zeros(3 - rank, 3), mesh, [Shard(0)], run_check=False)
+    return message_of(lambda: DistMuon([("a", nn.Parameter(local))]))
+
+
+def other_settings(rank: int, ranks: int) -> str:
+    return message_of(lambda: DistMuon([sharded("a", ranks, 4, 4)], lr=0.1 + 0.1 * rank))
+
+
+def other_buckets(rank: int, ranks: int) -> str:
+    named = [sharded("a", ranks, 4, 4), sharded("b", ranks, 4, 4)]
+    return message_of(lambda: DistMuon(named, buckets=[("a",), ("b",)] if rank else [("a", "b")]))
+
+
+def other_variant(rank: int, ranks: int) -> str:
+    return message_of(lambda: DistMuon([sharded("a", ranks, 4, 4)], variant="baseline" if rank else "batched"))
+
+
+def one_more(rank: int, ranks: int) -> str:
+    return message_of(lambda: DistMuon([sharded(name, ranks, 4, 4) for name in "ab"[: 1 + rank]]))
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (other_names, ["parameter 0", "rank 0: 'b'", "'a'"]),
+        (other_order, ["parameter 0", "rank 0: 'b'", "'a'"]),
+        (other_shapes, ["parameter 0", "rank 0: 'a' of shape (6, 3)", "rank 1: 'a' of shape (4, 3)"]),
+        (other_settings, ["parameter 0", "lr=0.1", "lr=0.2"]),
+        (other_buckets, ["the buckets", "[('a', 'b')]", "[('a',), ('b',)]"]),
+        (other_variant, ["the variant", "packing='region'", "packing='parameter'"]),
+        (one_more, ["'b'", "nothing"]),
+    ],
+)
+def test_ranks_that_disagree_all_say_so(pool, job, said):
+    messages = pool.run(2, job)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("the ranks of mesh (0, 1) disagree on ")
+    assert all(words in messages[0] for words in said), messages[0]
+
+
+def one_finds_an_error(rank: int, ranks: int) -> str:
+    return message_of(lambda: DistMuon([sharded("wq", ranks, 8, 4)], row_blocks={"wq": 3 if rank == 1 else 4}))
+
+
+def test_an_error_of_one_rank_is_raised_on_all(pool):
+    messages = pool.run(3, one_finds_an_error)
+    assert "does not add up" in messages[1]
+    assert messages[0] == messages[2] == f"rank 1 could not set up DistMuon, so no rank can: ValueError: {messages[1]}"
+
+
+def missing_on_one(rank: int, ranks: int) -> None:
+    named = [sharded("a", ranks, 4, 4), sharded("b", ranks, 4, 4)]
+    optimizer = DistMuon(named)
+    for name, parameter in named:
+        if (rank, name) != (1, "b"):
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+def test_a_missing_gradient_on_one_rank_is_raised_there_before_it_joins_an_exchange(pool):
+    with pytest.raises(RankError, match="parameter 'b' has no gradient on this rank") as caught:
+        pool.run(2, missing_on_one)
+    assert next(iter(caught.value.errors)) == 1
+
+
+def gradient_placed_otherwise(rank: int, ranks: int) -> str:
+    name, parameter = sharded("a", ranks, 4, 4)
+    optimizer = DistMuon([(name, parameter)])
+    parameter.grad = torch.zeros_like(parameter).redistribute(placements=[Shard(1)])
+    return message_of(optimizer.step)
+
+
+def test_a_gradient_that_is_placed_otherwise_is_refused(pool):
+    assert "but its gradient (Shard(dim=1),)" in pool.run(2, gradient_placed_otherwise)[0]

@@ -1,0 +1,175 @@
+"""The launch counter: the published figures to the digit, and each rule by which they arise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from distmuon.profiling.counter import LaunchCounter
+from distmuon.profiling.counting import count_launches
+from distmuon.profiling.rules import (
+    CHUNK,
+    KERNEL,
+    MEMCPY,
+    TOOLCHAINS,
+    Activity,
+    copy_activity,
+    foreach_chunks,
+    reduction_splits,
+    takes_fused_route,
+)
+from distmuon.ranges import phase
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("variant", "copies", "launches"), [("baseline", 493.0, 1474.0), ("batched", 423.0, 1421.5)]
+)
+def test_published_counts_of_kimi_debug(variant, copies, launches):
+    counts = count_launches("kimi-debug", 4, 2, variant)
+    assert (counts.mean("async_copies"), counts.mean("launches"), counts.mean("collectives")) == (copies, launches, 8.0)
+
+
+def test_published_batched_copies_of_moonlight():
+    """161 matrices brought to an owner, two fused copies each, of 8 equal pairs: 322 a step over all ranks."""
+    assert dict(count_launches("moonlight-16b", 8, 4, "batched").batched_copies()) == {(8, True): 322}
+
+
+def test_every_launch_of_the_published_profile_by_source():
+    rows = {row["source"]: (row["async_copies"], row["launches"]) for row in count_launches("kimi-debug", 4, 2, "baseline").by_source()}
+    elementwise = {source: (0.0, 62.0) for source in ("momentum", "nesterov", "decay", "update")}
+    packing = {source: (35.0, 35.0) for source in ("pack", "unpack", "repack", "return_unpack")}
+    assert rows == elementwise | packing | {
+        "ns_cast": (0.0, 2 * 35.75),
+        "ns_norm": (0.0, 3 * 35.75 + 13.5),
+        "gemm": (0.0, 131.25 + 405.0),
+        "gemm_bias": (353.0, 353.0 + 4.5),
+    }
+
+
+@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 1), (2, 2), (4, 4)])
+def test_copies_saved_follow_from_the_plan(ranks, ep):
+    """Whatever the ranks, batching turns the owner's copies of a matrix, one for each rank each way, into two launches."""
+    baseline, batched = (count_launches("kimi-debug", ranks, ep, variant) for variant in ("baseline", "batched"))
+    saved = baseline.mean("async_copies") - batched.mean("async_copies")
+    assert saved == (2 * 35 if ranks > 1 else 0)
+    fused = sum(batched.batched_copies().values()) / ranks
+    assert baseline.mean("launches") - batched.mean("launches") == saved - fused
+
+
+def counts_of_real_ranks(rank: int, ranks: int, variant: str) -> tuple[int, int, int, int]:
+    """Count beside a real step of real ranks."""
+    from distmuon.workloads import get_workload
+    from distmuon.workloads.training import Trainer
+
+    trainer = Trainer(get_workload("tiny"), ranks=ranks, ep=2, rank=rank, device="cpu", variant=variant, tokens=16)
+    trainer.forward_backward(0)
+    with LaunchCounter() as counter:
+        trainer.muon.step()
+    counts = counter.counts
+    return counts.async_copies, counts.launches, counts.collectives, counts.wire_bytes
+
+
+@pytest.mark.parametrize("variant", ["baseline", "batched"])
+def test_meta_tensors_dispatch_what_real_ranks_do(pool, variant):
+    counted = count_launches("tiny", 4, 2, variant)
+    expected = [(c.async_copies, c.launches, c.collectives, c.wire_bytes) for c in counted.per_rank]
+    assert pool.run(4, counts_of_real_ranks, variant) == expected
+
+
+def test_an_operator_without_a_rule_is_named():
+    with pytest.raises(NotImplementedError, match="no rule says what aten.sin.default launches"), LaunchCounter():
+        torch.empty(2, device="meta").sin()
+
+
+def test_a_launch_outside_the_phases_of_a_step_is_named():
+    with pytest.raises(NotImplementedError, match="launches in phase None"), LaunchCounter():
+        torch.empty(2, device="meta").copy_(torch.empty(2, device="meta"))
+
+
+def test_attribution_follows_the_profiler_ranges():
+    tensor = torch.empty(4, device="meta")
+    with LaunchCounter() as counter, phase("pack", "some bucket"):
+        tensor.copy_(torch.empty_like(tensor))
+    assert counter.counts.by_source == {"pack": Activity(memcpys=1)}
+
+
+def test_copies_are_memcpys_only_between_dense_tensors_of_one_dtype_and_stride():
+    dense, wide = torch.empty(4, 6), torch.empty(4, 12)
+    assert copy_activity(dense, torch.empty(4, 6)) == MEMCPY
+    assert copy_activity(dense, torch.empty(4, 6, dtype=torch.bfloat16)) == KERNEL
+    assert copy_activity(dense, wide[:, :6]) == KERNEL
+    assert copy_activity(wide[:, :6], wide[:, 6:]) == KERNEL
+    assert copy_activity(torch.empty(6, 4).T, torch.empty(6, 4).T) == MEMCPY
+    assert copy_activity(torch.empty(6, 4).T, dense) == KERNEL
+    assert copy_activity(torch.empty(0, 4), torch.empty(0, 4)) == Activity()
+
+
+def test_fused_copies_want_equal_raw_strides_and_one_dtype_a_list():
+    row, block = torch.empty(4, 6), torch.empty(4, 12)[:, :6]
+    assert takes_fused_route([row, row], [row, row])
+    assert takes_fused_route([row, row], [row.bfloat16(), row.bfloat16()])
+    assert not takes_fused_route([row, row], [row, row.bfloat16()])
+    assert not takes_fused_route([row, row.bfloat16()], [row, row])
+    assert not takes_fused_route([row, row], [row, block])
+    assert not takes_fused_route([block, block], [block, block])
+    assert not takes_fused_route([torch.empty(1, 6)], [torch.empty(2, 12)[:1, :6]])
+
+
+def test_a_fused_launch_holds_so_many_tensors_and_blocks():
+    rocm, cuda = TOOLCHAINS["rocm"], TOOLCHAINS["cuda13"]
+    assert foreach_chunks([10] * 64, 2, rocm) == 1
+    assert foreach_chunks([10] * 65, 2, rocm) == 2
+    assert foreach_chunks([10] * 65, 2, cuda) == 1
+    assert foreach_chunks([CHUNK * 320], 2, rocm) == 1
+    assert foreach_chunks([CHUNK * 320 + 1], 2, rocm) == 2
+    assert foreach_chunks([0, 0], 2, rocm) == 0
+
+
+@pytest.mark.parametrize("warp", [32, 64])
+def test_reductions_split_over_blocks_by_size(warp):
+    """A row of 8 x 256 or less stays in one block; a whole matrix, and every head or expert of a batch, is split."""
+    assert not reduction_splits(8 * 256, 1, warp)
+    assert reduction_splits(576 * 256, 1, warp)
+
+
+def test_cuda_13_limits_change_launches_but_no_copies():
+    rocm, cuda = (count_launches("moonlight-16b", 8, 4, toolchain=toolchain) for toolchain in ("rocm", "cuda13"))
+    assert rocm.mean("async_copies") == cuda.mean("async_copies")
+    assert rocm.mean("launches") > cuda.mean("launches")
+
+
+def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "count_launches.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_script_prints_json():
+    done = script("--workload", "kimi-debug", "--ranks", "4", "--ep", "2", "--variant", "batched", "--format", "json")
+    report = json.loads(done.stdout)
+    assert list(report) == [
+        "workload", "ranks", "ep", "variant", "ns_algorithm", "buckets", "mean", "per_rank", "by_source", "batched_copies",
+    ]  # fmt: skip
+    assert report["batched_copies"] == {"calls": 70, "by_pairs": {"4": 70}}
+    assert [row["rank"] for row in report["per_rank"]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--variant", "basline"], "unknown variant 'basline'; did you mean 'baseline'?"),
+        (["--workload", "kimi"], "unknown workload 'kimi'; did you mean 'kimi-k2'?"),
+        (["--varaint", "baseline"], "unknown option '--varaint'; did you mean '--variant'?"),
+        (["--ranks", "4", "--ep", "3"], "ranks=4 is not divisible by ep=3"),
+    ],
+)
+def test_the_script_refuses_what_it_does_not_know(arguments, message):
+    done = script(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -1,0 +1,230 @@
+"""DistMuon has the bits of ``torch.optim.Muon`` on whole matrices, however the matrices are stored."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from muon_cases import Case, differing_on_rank, distmuon, muon_on_whole_matrices, values
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from distmuon import DistMuon
+
+#: Wide, tall, square; fewer rows than ranks; short sides below 8; shapes that once differed in one matrix of sixty.
+SHAPES = {
+    "wide": (32, 64),
+    "tall": (160, 96),
+    "square": (48, 48),
+    "uneven": (18, 64),
+    "uneven again": (18, 64),
+    "few rows": (3, 7),
+    "two rows": (2, 16),
+    "one row": (1, 5),
+    "column": (5, 1),
+    "gate": (8, 40),
+    "small": (5, 4),
+    "experts": (6, 24, 16),
+}
+SETTINGS = [
+    {"lr": 0.02, "nesterov": nesterov, "adjust_lr_fn": adjust, "weight_decay": decay}
+    for nesterov, adjust, decay in itertools.product((True, False), (None, "original", "match_rms_adamw"), (0.0, 0.1))
+]
+VARIANTS = ("baseline", "batched")
+
+
+def fsdp(ranks: int, **changes: Any) -> Case:
+    return replace(Case(SHAPES, mesh=(ranks,), placements=(Shard(0),)), **changes)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_sharded_rows_have_the_bits_of_muon(pool, ranks, variant):
+    cases = [fsdp(ranks, settings=settings) for settings in SETTINGS]
+    assert pool.run(ranks, differing_on_rank, cases, {"variant": variant}) == [[]] * ranks
+
+
+def test_eight_ranks_of_which_some_hold_no_rows(pool):
+    cases = [fsdp(8, shapes={"a": (18, 64), "b": (18, 64), "c": (2, 16)}, settings={"lr": 0.02})]
+    assert pool.run(8, differing_on_rank, cases, {}) == [[]] * 8
+
+
+def test_plain_tensors_need_no_process_group():
+    case = Case(SHAPES, settings={"lr": 0.02})
+    ours, truth = distmuon(case), muon_on_whole_matrices(case)
+    assert all(torch.equal(ours[name], truth[name]) for name in SHAPES)
+
+
+def test_replicated_tensors_are_updated_on_every_rank(pool):
+    cases = [fsdp(2, placements=(Replicate(),), settings={"lr": 0.02})]
+    assert pool.run(2, differing_on_rank, cases, {}) == [[]] * 2
+
+
+HEADS = {"wq": (36, 24), "wkv": (64, 16), "fused": (16, 24), "stack": (4, 32, 12)}
+BLOCKS = {"wq": 12, "wkv": 8, "fused": (8, 4, 4), "stack": 16}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_row_blocks_are_matrices_of_their_own(pool, ranks):
+    """Heads that end inside a shard, more heads than ranks, unequal segments, and stacks of fused projections."""
+    cases = [fsdp(ranks, shapes=HEADS, row_blocks=BLOCKS, settings=settings) for settings in SETTINGS]
+    assert pool.run(ranks, differing_on_rank, cases, {}) == [[]] * ranks
+
+
+def test_only_the_split_head_travels(pool):
+    rows = pool.run(2, plan_rows)[0]
+    assert [row["matrices"] for row in rows] == [2, 1]
+    assert sum(row["sent_bytes"] for row in rows) == 2 * (2 * 6) * 4  # half a head of 4 x 6 floats, out and back
+
+
+def plan_rows(rank: int, ranks: int) -> list[dict[str, object]]:
+    parameter = nn.Parameter(torch_distribute(torch.randn(12, 6), ranks))
+    return DistMuon([("w", parameter)], row_blocks={"w": 4}).plan.report()
+
+
+def torch_distribute(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, init_device_mesh("cpu", (ranks,)), [Shard(0)], src_data_rank=None)
+
+
+EXPERTS = {"w1": (8, 16, 24), "w2": (8, 24, 16), "w3": (8, 16, 16)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "placements",
+    [(_StridedShard(0, split_factor=2), Shard(0)), (Shard(1), Shard(0)), (Shard(2), Shard(0))],
+    ids=["whole experts", "rows over efsdp", "columns over efsdp"],
+)
+def test_experts_over_fsdp_and_expert_parallelism(pool, placements, variant):
+    cases = [
+        Case(EXPERTS, (2, 2), placements, settings=settings, row_blocks={"w2": 12}) for settings in SETTINGS[::3]
+    ]
+    assert pool.run(4, differing_on_rank, cases, {"variant": variant}) == [[]] * 4
+
+
+def test_fewer_experts_than_ranks(pool):
+    """3 experts over ep 2: one rank of the expert axis holds two, the other one, and rows are split over efsdp."""
+    cases = [Case({"w": (3, 10, 6), "v": (1, 10, 6)}, (2, 2), (Shard(1), Shard(0)), settings={"lr": 0.02})]
+    assert pool.run(4, differing_on_rank, cases, {}) == [[]] * 4
+
+
+def test_non_contiguous_parameters_have_the_values_of_contiguous_ones():
+    torch.manual_seed(0)
+    start, gradients = torch.randn(6, 4), [torch.randn(6, 4) for _ in range(3)]
+    results = []
+    for stored in (torch.clone, lambda tensor: tensor.T.contiguous().T):
+        for nesterov in (True, False):
+            parameter = nn.Parameter(stored(start))
+            optimizer = DistMuon([parameter], lr=0.1, nesterov=nesterov)
+            for gradient in gradients:
+                parameter.grad = stored(gradient)
+                optimizer.step()
+            results.append(parameter.detach())
+    assert not results[2].is_contiguous()
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
+
+
+# Parameters in bf16: `add_` on CPU rounds full blocks of 32 elements unlike the tail, so pieces that are multiples of 32
+# have the bits of torch.optim.Muon and others may be one rounding away.
+
+
+def test_bf16_parameters_in_pieces_of_32_have_the_bits_of_muon(pool):
+    shapes = {"wide": (32, 64), "tall": (64, 32), "square": (32, 32), "experts": (4, 32, 32)}
+    cases = [
+        fsdp(4, shapes=shapes, settings=settings, dtype=torch.bfloat16) for settings in SETTINGS if settings["nesterov"]
+    ]
+    assert pool.run(4, differing_on_rank, cases, {}) == [[]] * 4
+
+
+def bf16_distance(rank: int, ranks: int, case: Case) -> float:
+    """Largest difference after one step, in units of the last place of the largest of the values that were added."""
+    start, ours, truth = values(case, -1), distmuon(case), muon_on_whole_matrices(case)
+    worst = 0.0
+    for name in case.shapes:
+        before, a, b = (result[name].float() for result in (start, ours, truth))
+        largest = torch.stack([before, a, b]).abs().amax(0)
+        unit = torch.ldexp(torch.ones_like(a), torch.frexp(largest).exponent - 8)
+        worst = max(worst, ((a - b).abs() / unit).max().item())
+    return worst
+
+
+def test_bf16_parameters_in_other_pieces_are_within_one_rounding(pool):
+    case = fsdp(3, settings={"lr": 0.02}, dtype=torch.bfloat16, steps=1)
+    assert max(pool.run(3, bf16_distance, case)) <= 1.0
+
+
+def same_in_both_variants(rank: int, ranks: int, cases: list[Case]) -> list[str]:
+    found = []
+    for case in cases:
+        baseline, batched = (distmuon(case, variant=variant) for variant in VARIANTS)
+        found += [f"{case.dtype} {name}" for name in case.shapes if not torch.equal(baseline[name], batched[name])]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_baseline_and_batched_are_equal_in_every_dtype(pool, ranks):
+    cases = [
+        fsdp(ranks, shapes=SHAPES | HEADS, row_blocks=BLOCKS, settings=settings, dtype=dtype)
+        for settings in SETTINGS[::5]
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert pool.run(ranks, same_in_both_variants, cases) == [[]] * ranks
+
+
+def differing_from_one_process(rank: int, ranks: int, case: Case, options: dict[str, Any]) -> list[str]:
+    whole = replace(case, mesh=None, placements=())
+    ours, alone = distmuon(case, **options), distmuon(whole, **options)
+    return [name for name in case.shapes if not torch.equal(ours[name], alone[name])]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_float32_newton_schulz_equals_one_process(pool, ranks):
+    case = fsdp(ranks, shapes=SHAPES | HEADS, row_blocks=BLOCKS, settings={"lr": 0.02})
+    assert pool.run(ranks, differing_from_one_process, case, {"ns_dtype": torch.float32}) == [[]] * ranks
+
+
+def test_bf16_without_nesterov_keeps_its_momentum(pool):
+    """torch.optim.Muon divides the momentum itself here, so one process of ours is the reference."""
+    case = fsdp(4, shapes={"w": (32, 64)}, settings={"lr": 0.02, "nesterov": False}, dtype=torch.bfloat16)
+    assert pool.run(4, differing_from_one_process, case, {}) == [[]] * 4
+    parameter = nn.Parameter(torch.randn(8, 8, dtype=torch.bfloat16))
+    optimizer = DistMuon([parameter], nesterov=False, momentum=0.5)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full_like(parameter, 0.5))
+
+
+def fully_sharded_model(rank: int, ranks: int) -> list[str]:
+    """A real FSDP2 model, trained from a real loss, against its gathered gradients given to torch.optim.Muon."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 34, bias=False), nn.Tanh(), nn.Linear(34, 5, bias=False))
+    whole = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in model.named_parameters()}
+    mesh = init_device_mesh("cpu", (ranks,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    ours = DistMuon(model.named_parameters(), lr=0.05)
+    truth = torch.optim.Muon(whole.values(), lr=0.05)
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(7, 12)).square().mean().backward()
+        for name, parameter in model.named_parameters():
+            whole[name].grad = parameter.grad.full_tensor()
+        ours.step()
+        truth.step()
+        ours.zero_grad()
+    return [name for name, p in model.named_parameters() if not torch.equal(p.full_tensor(), whole[name])]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_fully_sharded_model_trains_with_the_bits_of_muon(pool, ranks):
+    assert pool.run(ranks, fully_sharded_model) == [[]] * ranks

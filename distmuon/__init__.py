@@ -1,5 +1,8 @@
-"""DistMuon: the Muon optimizer over sharded weight matrices, its batched packing, and a counter of what a step launches."""
+"""DistMuon: the Muon optimizer over sharded weight matrices, its batched packing, and a counter of what a step
+launches.
+"""
 
+from distmuon.clipping import clip_grad_norm_
 from distmuon.matrices import matrix_rows
 from distmuon.optimizer import DistMuon
 from distmuon.packing import batched_copy_
@@ -15,6 +18,7 @@ __all__ = [
     "Plan",
     "Variant",
     "batched_copy_",
+    "clip_grad_norm_",
     "matrix_rows",
     "plan_for",
     "split_parameters",

@@ -13,7 +13,9 @@ Claims = Mapping[tuple[int, ...], Sequence[tuple[str, str]]]
 
 
 def host_group() -> dist.ProcessGroup:
-    """A group of all ranks that takes host objects: the default group if it serves the CPU, else a gloo group of its own."""
+    """A group of all ranks that takes host objects: the default group if it serves the CPU, else a gloo group of its
+    own.
+    """
     world = dist.group.WORLD
     assert world is not None
     backends = dist.get_backend_config(world)

@@ -58,7 +58,7 @@ def make_buckets(parameters: Sequence[ParameterSpec], patterns: Patterns | None 
 
 
 def _buckets_by_size(parameters: Sequence[ParameterSpec]) -> tuple[Bucket, ...]:
-    kinds: dict[tuple[object, ...], list[int]] = {}
+    kinds: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for index, spec in enumerate(parameters):
         axes = spec.exchange_axes()
         kinds.setdefault((axes, spec.storage.ranks if axes and spec.storage else ()), []).append(index)

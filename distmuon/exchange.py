@@ -1,4 +1,6 @@
-"""The exchange: packed all-to-alls between the holders of regions and the owners of matrices, in two slots of buffers."""
+"""The exchange: packed all-to-alls between the holders of regions and the owners of matrices, in two slots of
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,15 @@ SLOTS = 2
 
 
 class Exchanger:
-    """Runs the exchanges of a plan: buffers reserved once, two slots, so that the next exchange can fly while one computes.
+    """Runs the exchanges of a plan: buffers reserved once, two slots, so that the next exchange can fly while one
+    computes.
 
     The buffers of a slot serve both ways: what was the send buffer on the way out receives on the way back.
 
     Args:
         plan: whose exchanges are run, in order.
-        groups: a process group for the ranks of each exchange; each is warmed here with one small all-to-all, since a first
-            exchange that opens connections lazily can deadlock on a large group.
+        groups: a process group for the ranks of each exchange; each is warmed here with one small all-to-all, since a
+            first exchange that opens connections lazily can deadlock on a large group.
         device: of the buffers.
     """
 

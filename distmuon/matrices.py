@@ -1,8 +1,8 @@
 """What the matrices of a parameter are.
 
 Muon orthogonalises whole matrices. A parameter is a batch of them: a 2-D parameter is one matrix unless ``row_blocks``
-cuts its rows (heads, fused projections), a 3-D parameter is a batch along dim 0 (experts), each of which may be cut too.
-Everything after this module works a matrix at a time.
+cuts its rows (heads, fused projections), a 3-D parameter is a batch along dim 0 (experts), each of which may be cut
+too. Everything after this module works a matrix at a time.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Matrix(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Elements of the matrix."""
         return self.rows * self.cols
 
     @property

@@ -1,4 +1,6 @@
-"""Newton-Schulz orthogonalisation of one matrix, or of a batch of matrices of one shape, with the bits of ``torch.optim.Muon``."""
+"""Newton-Schulz orthogonalisation of one matrix, or of a batch of matrices of one shape, with the bits of
+``torch.optim.Muon``.
+"""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ NS_DTYPES = (torch.bfloat16, torch.float32)
 class DistMuon(torch.optim.Optimizer):
     """Muon over sharded matrices: each is brought to an owner, orthogonalised there, and its update sent back.
 
-    Names, defaults and meaning up to ``adjust_lr_fn`` are those of ``torch.optim.Muon``. The update of a matrix depends neither
-    on how it is stored nor on the number of ranks. Construction is collective: all ranks construct it together, and it
-    raises on all of them if they were given different parameters or settings.
+    Names, defaults and meaning up to ``adjust_lr_fn`` are those of ``torch.optim.Muon``. The update of a matrix depends
+    neither on how it is stored nor on the number of ranks. Construction is collective: all ranks construct it together,
+    and it raises on all of them if they were given different parameters or settings.
 
     Args:
-        params: parameters, named parameters, or groups (dicts with ``params``, best with named ones, and their own settings).
-            2-D parameters are one matrix unless ``row_blocks`` cuts their rows, 3-D ones a batch along dim 0. DTensors
-            sharded by ``Shard`` or ``_StridedShard`` or replicated, or plain tensors.
+        params: parameters, named parameters, or groups (dicts with ``params``, best with named ones, and their own
+            settings). 2-D parameters are one matrix unless ``row_blocks`` cuts their rows, 3-D ones a batch along dim
+            0. DTensors sharded by ``Shard`` or ``_StridedShard`` or replicated, or plain tensors.
         lr: learning rate, a float or a tensor of one element.
         weight_decay: decoupled weight decay.
         momentum: of the running mean of gradients.
@@ -45,8 +45,8 @@ class DistMuon(torch.optim.Optimizer):
         eps: lower bound of the norm that divides a matrix.
         ns_steps: Newton-Schulz iterations.
         adjust_lr_fn: None or "original", sqrt(max(1, rows / cols)); "match_rms_adamw", 0.2 sqrt(max(rows, cols)).
-        row_blocks: pattern -> rows of each matrix (one size, or a tuple); for a 3-D parameter, within each matrix of the batch.
-            Groups may carry it instead.
+        row_blocks: pattern -> rows of each matrix (one size, or a tuple); for a 3-D parameter, within each matrix of
+            the batch. Groups may carry it instead.
         buckets: name patterns of each bucket, in order; None: chosen by size and process group.
         variant: "batched", "baseline", or a :class:`~distmuon.variants.Variant`.
         ns_dtype: of Newton-Schulz, bfloat16 or float32.
@@ -119,8 +119,8 @@ class DistMuon(torch.optim.Optimizer):
             What ``closure`` returned.
 
         Raises:
-            ValueError: a parameter has no gradient, or one that is placed or typed unlike the parameter; raised before this
-                rank joins any exchange.
+            ValueError: a parameter has no gradient, or one that is placed or typed unlike the parameter; raised before
+                this rank joins any exchange.
         """
         loss = None
         if closure is not None:
@@ -149,7 +149,7 @@ class DistMuon(torch.optim.Optimizer):
         except (ValueError, TypeError) as found:
             error = found
         if meshes:
-            agree(self._claims(specs), error, host_group())
+            agree({} if error else self._claims(specs), error, host_group())
         elif error:
             raise error
         assert plan is not None
@@ -195,7 +195,7 @@ class DistMuon(torch.optim.Optimizer):
             ("ns_dtype", str(self._ns_dtype)),
         ]
         claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-        for spec, own in zip(specs, settings, strict=bool(specs)):
+        for spec, own in zip(specs, settings, strict=True):
             if spec.storage:
                 items = claims.setdefault(spec.storage.ranks, list(common))
                 items.append((f"parameter {len(items) - len(common)} there", f"{spec}, {own}"))
@@ -205,7 +205,7 @@ class DistMuon(torch.optim.Optimizer):
         gradient = parameter.grad
         if gradient is None:
             raise ValueError(
-                f"parameter {name!r} has no gradient on this rank: every rank needs one for each Muon parameter. Leave it "
+                f"parameter {name!r} has no gradient on this rank: each step needs one on every rank. Leave the parameter "
                 "out of DistMuon, or give it a zero gradient"
             )
         if isinstance(parameter, DTensor) and (

@@ -17,9 +17,11 @@ Copies = Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
 def batched_copy_(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its destination: ``copy_`` for one pair, one ``torch._foreach_copy_`` for more, nothing for none.
+    """Copy each source into its destination: ``copy_`` for one pair, one ``torch._foreach_copy_`` for more, nothing for
+    none.
 
-    Pairs may differ in size and need not be contiguous; a source of another dtype is cast. Destinations must not overlap.
+    Pairs may differ in size and need not be contiguous; a source of another dtype is cast. Destinations must not
+    overlap.
 
     On a GPU ``_foreach_copy_`` is one kernel only if the tensors of each pair are dense and have equal strides, and all
     destinations, and all sources, are of one dtype; otherwise it is one copy a pair.

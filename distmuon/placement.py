@@ -1,8 +1,8 @@
 """Who holds what: from a mesh and placements to the regions of a matrix that each rank stores.
 
-Pure arithmetic on global indices, no tensor and no process group. A placement maps each dim of a parameter to *segments*:
-the runs of global indices that a rank holds, in the order in which they lie in its local tensor. A *region* is the
-part of one matrix inside one run of rows and one run of columns.
+Pure arithmetic on global indices, no tensor and no process group. A placement maps each dim of a parameter to
+*segments*: the runs of global indices that a rank holds, in the order in which they lie in its local tensor. A *region*
+is the part of one matrix inside one run of rows and one run of columns.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Region(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Elements of the region."""
         return self.rows * self.cols
 
 
@@ -50,7 +51,9 @@ Split = tuple[int, int, int]  # (split_factor, chunks, index); split_factor 1 is
 
 
 def _chunk(runs: list[tuple[int, int]], chunks: int, index: int) -> list[tuple[int, int]]:
-    """Part ``index`` of ``torch.chunk`` over the indices in ``runs`` (start, stop): equal parts, the last ones short or empty."""
+    """Part ``index`` of ``torch.chunk`` over the indices in ``runs`` (start, stop): equal parts, the last ones short
+    or empty.
+    """
     total = sum(stop - start for start, stop in runs)
     size = -(-total // chunks)
     low, high = min(index * size, total), min((index + 1) * size, total)
@@ -83,6 +86,11 @@ def dim_segments(size: int, splits: tuple[Split, ...]) -> tuple[Segment, ...]:
             segments.append(Segment(start, stop, local))
         local += stop - start
     return tuple(segments)
+
+
+def _sharded_dim(placement: Placement) -> int | None:
+    """The tensor dim that a placement shards; None for ``Replicate``."""
+    return None if isinstance(placement, Replicate) else placement.dim  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -131,16 +139,12 @@ class Storage:
         return tuple(
             (getattr(placement, "split_factor", 1), size, at)
             for placement, size, at in zip(self.placements, self.mesh_shape, coordinate, strict=True)
-            if not isinstance(placement, Replicate) and placement.dim == dim
+            if _sharded_dim(placement) == dim
         )
 
     def axes(self, dim: int) -> tuple[int, ...]:
         """The mesh axes over which tensor dim ``dim`` is sharded."""
-        return tuple(
-            axis
-            for axis, placement in enumerate(self.placements)
-            if not isinstance(placement, Replicate) and placement.dim == dim
-        )
+        return tuple(axis for axis, placement in enumerate(self.placements) if _sharded_dim(placement) == dim)
 
     def subgroup(self, rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` along ``axes`` only, in mesh order."""
@@ -180,7 +184,8 @@ class ParameterSpec:
         if sum(self.matrix_rows) != self.shape[-2]:
             raise ValueError(f"parameter {self.name!r}: matrices of {self.matrix_rows} rows in shape {self.shape}")
         for placement in self.storage.placements if self.storage else ():
-            if not isinstance(placement, Replicate) and not 0 <= placement.dim < len(self.shape):
+            dim = _sharded_dim(placement)
+            if dim is not None and not 0 <= dim < len(self.shape):
                 raise ValueError(f"parameter {self.name!r} of shape {self.shape} can't be placed {placement}")
 
     def __str__(self) -> str:
@@ -196,6 +201,7 @@ class ParameterSpec:
 
     @property
     def cols(self) -> int:
+        """Columns of each of its matrices."""
         return self.shape[-1]
 
     @property
@@ -234,10 +240,12 @@ class ParameterSpec:
         layout = tuple(
             (getattr(self.storage.placements[axis], "split_factor", 1), self.storage.mesh_shape[axis]) for axis in axes
         )
-        return [tuple(axes[index] for index in cut) for cut in _cut_blocks(self.shape3[dim], starts, layout)]
+        return [tuple(axes[index] for index in cut) for cut in cut_blocks(self.shape3[dim], starts, layout)]
 
     def subgroup_runs(self, rank: int, dim: int) -> list[tuple[int, int]]:
-        """(start, stop) runs of ``dim`` that the ranks along the exchange axes of ``rank`` hold together, sorted and joined."""
+        """(start, stop) runs of ``dim`` that the ranks along the exchange axes of ``rank`` hold together, sorted and
+        joined.
+        """
         if self.storage is None:
             return [(0, self.shape3[dim])]
         tensor_dim, exchange = self._tensor_dim(dim), self.exchange_axes()
@@ -261,14 +269,14 @@ class ParameterSpec:
         return runs
 
     def _tensor_dim(self, dim: int) -> int:
-        """The dim of the tensor behind ``dim`` of ``shape3``; -1, which no placement has, for the batch of a 2-D one."""
+        """The dim of the tensor behind ``dim`` of ``shape3``; -1, which no placement has, for the batch of a 2-D
+        one.
+        """
         return dim + len(self.shape) - 3
 
 
 @lru_cache(maxsize=4096)
-def _cut_blocks(
-    size: int, starts: tuple[int, ...], layout: tuple[tuple[int, int], ...]
-) -> tuple[tuple[int, ...], ...]:
+def cut_blocks(size: int, starts: tuple[int, ...], layout: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...]:
     """For each block of a dim, which of the sharding axes (split_factor, chunks) cut it; blocks begin at ``starts``."""
     low: dict[int, list[int]] = {}
     high: dict[int, list[int]] = {}

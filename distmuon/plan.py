@@ -1,11 +1,13 @@
 """The plan of a step: which rank orthogonalises which matrix, what travels, and where each region lies in a buffer.
 
-Pure: from names, shapes, meshes and placements, with no tensor and no process group, so the plan of any rank of any job can
+Pure: from names, shapes, meshes and placements, with no tensor and no process group, so the plan of any rank of any job
+    can
 be made, printed and checked on a laptop. Every rank makes its own plan; ranks agree because owners and the order
 of regions follow from what all of them know.
 
-A bucket becomes one *stage*: at most one exchange, one packed all-to-all each way within one group of ranks, and the matrices
-that this rank already holds whole. Parameters of a bucket that need different groups or dtypes become stages of their own.
+A bucket becomes one *stage*: at most one exchange, one packed all-to-all each way within one group of ranks, and the
+matrices that this rank already holds whole. Parameters of a bucket that need different groups or dtypes become stages
+of their own.
 """
 
 from __future__ import annotations
@@ -22,14 +24,17 @@ from distmuon.buckets import Bucket, Patterns, make_buckets
 from distmuon.matrices import Matrix
 from distmuon.placement import BATCH, COLS, ROWS, ParameterSpec, Region, regions
 
-#: Matrices with a shorter short side are orthogonalised one at a time. Up to 16^3 multiply-adds PyTorch multiplies one pair of
-#: bf16 matrices by itself but hands a batch of them to oneDNN (``use_mkldnn_matmul`` in aten/src/ATen/native/mkldnn/Matmul.cpp),
-#: which sums in another order; above, batched and single products have the same bits.
+#: Matrices with a shorter short side are orthogonalised one at a time. Up to 16^3 multiply-adds PyTorch multiplies one
+#: pair of bf16 matrices by itself but hands a batch of them to oneDNN (``use_mkldnn_matmul`` in
+#: aten/src/ATen/native/mkldnn/Matmul.cpp), which sums in another order; above, batched and single products have the
+#: same bits.
 MIN_BATCHED_SIDE = 17
 
 
 class Transfer(NamedTuple):
-    """One region of ``matrices[matrix]``, at ``offset`` elements in the packed buffer of the rank that this plan is for."""
+    """One region of ``matrices[matrix]``, at ``offset`` elements in the packed buffer of the rank that this plan is
+    for.
+    """
 
     matrix: int
     region: Region
@@ -37,7 +42,7 @@ class Transfer(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """``count`` matrices of one parameter and shape, orthogonalised in one call.
+    """Matrices of one parameter and shape, orthogonalised in one call.
 
     They lie one after another from element ``offset`` on: of the parameter's contiguous local update if this rank holds
     them whole, of the stage's staging buffer if they were brought to it.
@@ -45,17 +50,20 @@ class Batch(NamedTuple):
 
     parameter: int
     offset: int
-    count: int
+    matrices: int
     rows: int
     cols: int
 
     @property
     def numel(self) -> int:
-        return self.count * self.rows * self.cols
+        """Elements of all its matrices."""
+        return self.matrices * self.rows * self.cols
 
 
 class Piece(NamedTuple):
-    """Local rows ``row : row + rows`` (of every slice) belong to matrices of ``matrix_rows`` rows: one learning rate."""
+    """Local rows ``row : row + rows`` (of every slice) belong to matrices of ``matrix_rows`` rows: one learning
+    rate.
+    """
 
     row: int
     rows: int
@@ -98,14 +106,17 @@ class Exchange:
 
     @property
     def send_numel(self) -> int:
+        """Elements that this rank sends on the way out."""
         return sum(self.send_splits)
 
     @property
     def receive_numel(self) -> int:
+        """Elements that it receives on the way out."""
         return sum(self.receive_splits)
 
     @property
     def staging_numel(self) -> int:
+        """Elements of all matrices that it owns."""
         return sum(self.matrices[index].numel for index in self.staging)
 
     def wire_bytes(self, rank: int) -> int:
@@ -178,7 +189,7 @@ class Plan:
             ``received_bytes`` from other ranks (both ways), ``collectives``, and ``buffer_bytes``: send and receive
             buffers, staging and local updates.
         """
-        rows = []
+        rows: list[dict[str, object]] = []
         for rank in self.ranks() if ranks is None else ranks:
             plan = self if rank == self.rank else plan_step(self.parameters, rank, self.buckets)
             rows.extend(plan._report_row(stage, ns_steps) for stage in plan.stages)
@@ -193,9 +204,9 @@ class Plan:
         return {
             "bucket": stage.name,
             "rank": self.rank,
-            "matrices": sum(batch.count for batch in batches),
+            "matrices": sum(batch.matrices for batch in batches),
             "gemm_flops": sum(
-                2 * ns_steps * batch.count * Matrix(0, 0, 0, batch.rows, batch.cols).cost for batch in batches
+                2 * ns_steps * batch.matrices * Matrix(0, 0, 0, batch.rows, batch.cols).cost for batch in batches
             ),
             "sent_bytes": wire,
             "received_bytes": wire,
@@ -290,7 +301,9 @@ def _local_batches(parameters: tuple[ParameterSpec, ...], indices: Iterable[int]
 
 
 def _batches(placed: Iterable[tuple[int, Matrix]]) -> list[Batch]:
-    """Join matrices of one parameter and shape that lie one after another; ``placed`` is (element offset, matrix), sorted."""
+    """Join matrices of one parameter and shape that lie one after another; ``placed`` is (element offset, matrix),
+    sorted.
+    """
     batches: list[Batch] = []
     for offset, matrix in placed:
         last = batches[-1] if batches else None
@@ -300,7 +313,7 @@ def _batches(placed: Iterable[tuple[int, Matrix]]) -> list[Batch]:
             and last.offset + last.numel == offset
             and min(matrix.rows, matrix.cols) >= MIN_BATCHED_SIDE
         ):
-            batches[-1] = last._replace(count=last.count + 1)
+            batches[-1] = last._replace(matrices=last.matrices + 1)
         else:
             batches.append(Batch(matrix.parameter, offset, 1, matrix.rows, matrix.cols))
     return batches
@@ -314,35 +327,37 @@ def _plan_exchange(
     dtype: torch.dtype,
     loads: dict[tuple[int, ...], list[int]],
 ) -> tuple[Exchange | None, tuple[Batch, ...]]:
-    matrices = tuple(
-        matrix for index in indices for matrix in _matrices(parameters[index], index, rank, cut=True)
-    )
+    matrices = tuple(matrix for index in indices for matrix in _matrices(parameters[index], index, rank, cut=True))
     if not matrices:  # an expert group that holds no experts
         return None, ()
     own = ranks.index(rank)
     owners = longest_first([matrix.cost for matrix in matrices], loads.setdefault(ranks, [0] * len(ranks)))
     owned = [index for index, owner in enumerate(owners) if owner == own]
-    staging = dict(zip(owned, itertools.accumulate((matrices[index].numel for index in owned), initial=0), strict=False))
+    staging = dict(
+        zip(owned, itertools.accumulate((matrices[index].numel for index in owned), initial=0), strict=False)
+    )
 
     by_owner: list[list[int]] = [[] for _ in ranks]
     for index, owner in enumerate(owners):
         by_owner[owner].append(index)
     send_order = [by_owner[owner] for owner in range(len(ranks))]
     segments = {index: parameters[index].segments(rank) for index in indices}
-    sends, send_splits = _pack([[(m, regions(matrices[m], segments[matrices[m].parameter])) for m in part] for part in send_order])
+    sends, send_splits = _pack(
+        [[(m, regions(matrices[m], segments[matrices[m].parameter])) for m in part] for part in send_order]
+    )
     receive_order = []
     for holder in ranks:
         theirs = {matrices[m].parameter: parameters[matrices[m].parameter].segments(holder) for m in owned}
         receive_order.append([(m, regions(matrices[m], theirs[matrices[m].parameter])) for m in owned])
     receives, receive_splits = _pack(receive_order)
-    exchange = Exchange(
-        ranks, matrices, tuple(owners), sends, receives, send_splits, receive_splits, staging, dtype
-    )
+    exchange = Exchange(ranks, matrices, tuple(owners), sends, receives, send_splits, receive_splits, staging, dtype)
     return exchange, tuple(_batches((staging[index], matrices[index]) for index in owned))
 
 
 def _pack(parts: Iterable[list[tuple[int, list[Region]]]]) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
-    """Lay regions one after another, part by part (a part is what one peer sends or gets): transfers and split sizes."""
+    """Lay regions one after another, part by part (a part is what one peer sends or gets): transfers and split
+    sizes.
+    """
     transfers: list[Transfer] = []
     splits: list[int] = []
     offset = 0

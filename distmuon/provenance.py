@@ -36,13 +36,17 @@ def _version(package: str) -> str:
 
 def _commit() -> str:
     """The commit of the source tree that is running, and whether it was edited since."""
-    git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        edited = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+        _git("ls-files", "--error-unmatch", Path(__file__).name)  # installed inside another project, it is not tracked
+        commit, edited = _git("rev-parse", "--short=12", "HEAD"), _git("status", "--porcelain")
     except (OSError, subprocess.CalledProcessError):
         return "unknown (not a git checkout)"
-    return f"{commit[:12]}, with uncommitted changes" if edited.strip() else commit[:12]
+    return f"{commit}, with uncommitted changes" if edited else commit
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _device() -> str:

@@ -1,7 +1,7 @@
 """Names of the profiler ranges inside a step.
 
-Each piece of a step runs under ``distmuon/<phase>/<bucket>``. The profiler shows these ranges in a trace, and the launch
-counter reads the same ranges to say where a launch comes from, so a phase is named in one place only.
+Each piece of a step runs under ``distmuon/<phase>/<bucket>``. The profiler shows these ranges in a trace, and the
+launch counter reads the same ranges to say where a launch comes from, so a phase is named in one place only.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from torch.profiler import record_function
 
 PREFIX = "distmuon"
 
-#: In the order in which a bucket passes through them. ``all_to_all`` is the issue of an exchange (both ways), ``wait`` the
-#: wait for its end; the transfer itself runs beside the others.
+#: In the order in which a bucket passes through them. ``all_to_all`` is the issue of an exchange (both ways), ``wait``
+#: the wait for its end; the transfer itself runs beside the others.
 PHASES = (
     "momentum",
     "pack",

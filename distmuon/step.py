@@ -4,8 +4,8 @@
     compute  wait, unpack, Newton-Schulz of owned matrices, repack, start the way back, Newton-Schulz of local matrices
     finish   wait, unpack into the update, weight decay, update
 
-The next stage that exchanges begins before one computes, so its exchange flies meanwhile; a stage finishes after the stages
-without an exchange that follow it have computed, so they fill the wait for its way back.
+The next stage that exchanges begins before one computes, so its exchange flies meanwhile; a stage finishes after the
+stages without an exchange that follow it have computed, so they fill the wait for its way back.
 """
 
 from __future__ import annotations
@@ -74,10 +74,11 @@ def _rectangle(rows: int, cols: int, width: int, offset: int) -> Place:
 
 
 def _batch(batch: Batch) -> Place:
-    size, stride = (batch.rows, batch.cols), (batch.cols, 1)
-    if batch.count > 1:
-        size, stride = (batch.count, *size), (batch.rows * batch.cols, *stride)
-    return Place(size, stride, batch.offset)
+    """One matrix as 2-D, several as 3-D."""
+    rows, cols = batch.rows, batch.cols
+    if batch.matrices == 1:
+        return Place((rows, cols), (cols, 1), batch.offset)
+    return Place((batch.matrices, rows, cols), (rows * cols, cols, 1), batch.offset)
 
 
 class StepRunner:

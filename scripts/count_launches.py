@@ -2,8 +2,8 @@
 
     python scripts/count_launches.py --workload kimi-debug --ranks 4 --ep 2 --variant baseline
 
-Means over the ranks: async copies (memcpys), launches (all device activity but collectives), collectives, and bytes sent to other
-ranks; each source of launches; and the fused copies of more than one pair, summed over ranks.
+Means over the ranks: async copies (memcpys), launches (all device activity but collectives), collectives, and bytes
+sent to other ranks; each source of launches; and the fused copies of more than one pair, summed over ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from distmuon.workloads.storage import BUCKETS
 
 
 def main() -> None:
+    """Count and print."""
     parser = Parser(__doc__)
     parser.add_argument("--workload", type=one_of("workload", WORKLOADS), default="kimi-debug")
     parser.add_argument("--ranks", type=int, help="default: the workload's own")
@@ -50,7 +51,9 @@ def table(counts: LaunchCounts) -> str:
     report = counts.to_dict()
     title = "{workload}, {ranks} ranks, EP {ep}, {variant}, {buckets} buckets; means over the ranks".format(**report)
     lines = [title, "", f"{'source':<16}{'async copies':>14}{'launches':>12}"]
-    lines += [f"{row['source']:<16}{row['async_copies']:>14,.2f}{row['launches']:>12,.2f}" for row in report["by_source"]]
+    lines += [
+        f"{row['source']:<16}{row['async_copies']:>14,.2f}{row['launches']:>12,.2f}" for row in report["by_source"]
+    ]
     mean = report["mean"]
     lines += [f"{'total':<16}{mean['async_copies']:>14,.2f}{mean['launches']:>12,.2f}", ""]
     lines += [f"collectives {mean['collectives']:g}, bytes sent to other ranks {mean['wire_bytes']:,.0f}"]

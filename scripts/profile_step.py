@@ -3,8 +3,8 @@
 
     python scripts/profile_step.py --workload kimi-debug --ranks 4 --ep 2 --variant baseline --variant batched --steps 5
 
-Starts its own ranks (gloo on CPU, NCCL or RCCL where there is a GPU a rank); under torchrun it joins those that are there.
-Writes summary.json, events.parquet, rank{r}.trace.json.gz and rank{r}.log.
+Starts its own ranks (gloo on CPU, NCCL or RCCL where there is a GPU a rank); under torchrun it joins those that are
+there. Writes summary.json, events.parquet, rank{r}.trace.json.gz and rank{r}.log.
 
 Exit code: 0 complete, 1 a rank died or hung (its name and last log lines are shown), 2 a mistake in the request.
 """
@@ -45,7 +45,11 @@ def main() -> int:
         print("interrupted: all ranks have been ended", file=sys.stderr)
         return 130
     if run:
-        print(json.dumps(run.summary, indent=2) if arguments.format == "json" else profile_table(run).to_string(index=False))
+        print(
+            json.dumps(run.summary, indent=2)
+            if arguments.format == "json"
+            else profile_table(run).to_string(index=False)
+        )
         print(f"results: {run.folder}", file=sys.stderr)
     return 0
 

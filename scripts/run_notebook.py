@@ -40,7 +40,11 @@ def main() -> int:
         page = render(folder / arguments.notebook.name)
         print(f"\ninterrupted; what there is: {page}", file=sys.stderr)
         return 130
-    page = render(run.notebook)
+    try:
+        page = render(run.notebook)
+    except ValueError as error:  # the notebook ran, but shows what a page must not hold
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if arguments.html:
         arguments.html.parent.mkdir(parents=True, exist_ok=True)
         page = Path(shutil.copyfile(page, arguments.html))

@@ -10,7 +10,7 @@ from pool import Pool
 
 @pytest.fixture(scope="session")
 def pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
-    """Worker processes for ``pool.run(ranks, function, *args)``; see pool.py. Warnings count in them as they do here."""
+    """Worker processes for ``pool.run(ranks, function, *args)``; see pool.py. Warnings count there as they do here."""
     pool = Pool(["error", *pytestconfig.getini("filterwarnings")])
     yield pool
     pool.close()

@@ -1,4 +1,6 @@
-"""What the equality tests share: the same parameters and gradients for ``torch.optim.Muon`` on whole matrices and for DistMuon."""
+"""What the equality tests share: the same parameters and gradients for ``torch.optim.Muon`` on whole matrices and for
+DistMuon.
+"""
 
 from __future__ import annotations
 

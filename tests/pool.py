@@ -1,7 +1,8 @@
 """A pool of worker processes that tests use as the ranks of a process group (gloo over loopback).
 
-Starting torch takes seconds, so the workers are forked from a server that has imported it, and stay for the whole session.
-Each job gets a process group of its own, of exactly as many ranks as asked for, so that nothing is left over from the test before.
+Starting torch takes seconds, so the workers are forked from a server that has imported it, and stay for the whole
+session. Each job gets a process group of its own, of exactly as many ranks as asked for, so that nothing is left over
+from the test before.
 
     def totals(rank, ranks, scale):                # at module level: the workers import it by name
         ...
@@ -73,7 +74,8 @@ class Pool:
             timeout: seconds for the whole job.
 
         Raises:
-            RankError: a rank raised, died or did not answer in time. The others are ended, and replaced in the next job.
+            RankError: a rank raised, died or did not answer in time. The others are ended, and replaced in the next
+                job.
         """
         self._jobs += 1
         while len(self._workers) < ranks:

@@ -1,4 +1,6 @@
-"""Bad input: a clear error that names what, where and what instead, before any exchange, on every rank that is concerned."""
+"""Bad input: a clear error that names what, where and what instead, before any exchange, on every rank that is
+concerned.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_integer_parameters_are_refused():
 
 
 def test_a_row_blocks_pattern_that_matches_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"row_blocks pattern '\*\.wk\.weight' matches no parameter; there are 1: a.wq.weight"):
+    with pytest.raises(
+        ValueError, match=r"row_blocks pattern '\*\.wk\.weight' matches no parameter; there are 1: a.wq.weight"
+    ):
         DistMuon([("a.wq.weight", weight(8, 4))], row_blocks={"*.wk.weight": 4})
 
 

@@ -28,9 +28,7 @@ from distmuon.ranges import phase
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize(
-    ("variant", "copies", "launches"), [("baseline", 493.0, 1474.0), ("batched", 423.0, 1421.5)]
-)
+@pytest.mark.parametrize(("variant", "copies", "launches"), [("baseline", 493.0, 1474.0), ("batched", 423.0, 1421.5)])
 def test_published_counts_of_kimi_debug(variant, copies, launches):
     counts = count_launches("kimi-debug", 4, 2, variant)
     assert (counts.mean("async_copies"), counts.mean("launches"), counts.mean("collectives")) == (copies, launches, 8.0)
@@ -42,7 +40,10 @@ def test_published_batched_copies_of_moonlight():
 
 
 def test_every_launch_of_the_published_profile_by_source():
-    rows = {row["source"]: (row["async_copies"], row["launches"]) for row in count_launches("kimi-debug", 4, 2, "baseline").by_source()}
+    rows = {
+        row["source"]: (row["async_copies"], row["launches"])
+        for row in count_launches("kimi-debug", 4, 2, "baseline").by_source()
+    }
     elementwise = {source: (0.0, 62.0) for source in ("momentum", "nesterov", "decay", "update")}
     packing = {source: (35.0, 35.0) for source in ("pack", "unpack", "repack", "return_unpack")}
     assert rows == elementwise | packing | {
@@ -55,7 +56,9 @@ def test_every_launch_of_the_published_profile_by_source():
 
 @pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 1), (2, 2), (4, 4)])
 def test_copies_saved_follow_from_the_plan(ranks, ep):
-    """Whatever the ranks, batching turns the owner's copies of a matrix, one for each rank each way, into two launches."""
+    """Whatever the ranks, batching turns the owner's copies of a matrix, one for each rank each way, into two
+    launches.
+    """
     baseline, batched = (count_launches("kimi-debug", ranks, ep, variant) for variant in ("baseline", "batched"))
     saved = baseline.mean("async_copies") - batched.mean("async_copies")
     assert saved == (2 * 35 if ranks > 1 else 0)
@@ -84,12 +87,12 @@ def test_meta_tensors_dispatch_what_real_ranks_do(pool, variant):
 
 
 def test_an_operator_without_a_rule_is_named():
-    with pytest.raises(NotImplementedError, match="no rule says what aten.sin.default launches"), LaunchCounter():
+    with pytest.raises(NotImplementedError, match=r"no rule says what aten\.sin\.default launches"), LaunchCounter():
         torch.empty(2, device="meta").sin()
 
 
 def test_a_launch_outside_the_phases_of_a_step_is_named():
-    with pytest.raises(NotImplementedError, match="launches in phase None"), LaunchCounter():
+    with pytest.raises(NotImplementedError, match="launches in phase ''"), LaunchCounter():
         torch.empty(2, device="meta").copy_(torch.empty(2, device="meta"))
 
 
@@ -153,9 +156,8 @@ def script(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_script_prints_json():
     done = script("--workload", "kimi-debug", "--ranks", "4", "--ep", "2", "--variant", "batched", "--format", "json")
     report = json.loads(done.stdout)
-    assert list(report) == [
-        "workload", "ranks", "ep", "variant", "ns_algorithm", "buckets", "mean", "per_rank", "by_source", "batched_copies",
-    ]  # fmt: skip
+    question = ["workload", "ranks", "ep", "variant", "ns_algorithm", "buckets"]
+    assert list(report) == [*question, "mean", "per_rank", "by_source", "batched_copies"]
     assert report["batched_copies"] == {"calls": 70, "by_pairs": {"4": 70}}
     assert [row["rank"] for row in report["per_rank"]] == [0, 1, 2, 3]
 

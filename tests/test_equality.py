@@ -104,9 +104,7 @@ EXPERTS = {"w1": (8, 16, 24), "w2": (8, 24, 16), "w3": (8, 16, 16)}
     ids=["whole experts", "rows over efsdp", "columns over efsdp"],
 )
 def test_experts_over_fsdp_and_expert_parallelism(pool, placements, variant):
-    cases = [
-        Case(EXPERTS, (2, 2), placements, settings=settings, row_blocks={"w2": 12}) for settings in SETTINGS[::3]
-    ]
+    cases = [Case(EXPERTS, (2, 2), placements, settings=settings, row_blocks={"w2": 12}) for settings in SETTINGS[::3]]
     assert pool.run(4, differing_on_rank, cases, {"variant": variant}) == [[]] * 4
 
 
@@ -133,8 +131,8 @@ def test_non_contiguous_parameters_have_the_values_of_contiguous_ones():
     assert torch.equal(results[1], results[3])
 
 
-# Parameters in bf16: `add_` on CPU rounds full blocks of 32 elements unlike the tail, so pieces that are multiples of 32
-# have the bits of torch.optim.Muon and others may be one rounding away.
+# Parameters in bf16: `add_` on CPU rounds full blocks of 32 elements unlike the tail, so pieces that are multiples of
+# 32 have the bits of torch.optim.Muon and others may be one rounding away.
 
 
 def test_bf16_parameters_in_pieces_of_32_have_the_bits_of_muon(pool):

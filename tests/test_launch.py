@@ -50,7 +50,10 @@ def test_logs_and_progress_of_a_run_that_ends_well(tmp_path: Path) -> None:
     [
         ("raise", r"rank 1 ended with exit code 1(?s:.)*about to raise(?s:.)*the reason is in the log"),
         ("die", r"rank 1 was killed by SIGKILL(?s:.)*about to die"),
-        ("hang", r"rank 1 hangs(?s:.)*rank 0 waits in barrier(?s:.)*rank 1 is in main \(launched.py(?s:.)*about to hang"),
+        (
+            "hang",
+            r"rank 1 hangs(?s:.)*rank 0 waits in barrier(?s:.)*rank 1 is in main \(launched.py(?s:.)*about to hang",
+        ),
         ("stop", r"rank 1 hangs(?s:.)*rank 1 is in no known place: no answer(?s:.)*about to stop"),
     ],
     ids=["raise", "die", "hang", "stop"],

@@ -52,7 +52,7 @@ def step_on_numbers(specs: list[ParameterSpec], ranks: int) -> None:
         for stage in plan.stages:
             for batch in stage.local:
                 flat, result = held[rank][batch.parameter].reshape(-1), results[rank][batch.parameter].view(-1)
-                for index in range(batch.count):
+                for index in range(batch.matrices):
                     numel = batch.rows * batch.cols
                     part = slice(batch.offset + index * numel, batch.offset + (index + 1) * numel)
                     result[part] = check_matrix(batch.parameter, flat[part].view(batch.rows, batch.cols)).reshape(-1)
@@ -97,7 +97,9 @@ def step_on_numbers(specs: list[ParameterSpec], ranks: int) -> None:
             for phase in ("unpack", "compute", "repack"):
                 if phase == "compute":
                     for batch in stage.owned:
-                        for numbers in staging[batch.offset : batch.offset + batch.numel].view(-1, batch.rows, batch.cols):
+                        for numbers in staging[batch.offset : batch.offset + batch.numel].view(
+                            -1, batch.rows, batch.cols
+                        ):
                             numbers.copy_(check_matrix(batch.parameter, numbers.clone()))
                     continue
                 for transfer in stage.exchange.receives:
@@ -156,7 +158,9 @@ def jobs(draw: st.DrawFn) -> tuple[list[ParameterSpec], int]:
         cuts = sorted(draw(st.sets(st.integers(1, max(shape[-2] - 1, 1)), max_size=3)) - {shape[-2]})
         rows = tuple(b - a for a, b in itertools.pairwise([0, *cuts, shape[-2]]))
         dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-        specs.append(ParameterSpec(f"p{number}", shape, dtype, rows, Storage(mesh, tuple(range(ranks)), tuple(placements))))
+        specs.append(
+            ParameterSpec(f"p{number}", shape, dtype, rows, Storage(mesh, tuple(range(ranks)), tuple(placements)))
+        )
     return specs, ranks
 
 
@@ -167,7 +171,9 @@ def test_every_element_travels_once_each_way(job):
 
 
 def test_plain_tensors_stay_where_they_are():
-    step_on_numbers([ParameterSpec("a", (12, 5), torch.float32, (4, 8)), ParameterSpec("b", (3, 20, 20), torch.float32, (20,))], 1)
+    step_on_numbers(
+        [ParameterSpec("a", (12, 5), torch.float32, (4, 8)), ParameterSpec("b", (3, 20, 20), torch.float32, (20,))], 1
+    )
 
 
 def test_published_plan_of_kimi_debug():
@@ -180,7 +186,7 @@ def test_published_plan_of_kimi_debug():
         assert sum(len(exchange.matrices) for exchange in exchanges) == 35
         assert sum(len(stage.local) for stage in plan.stages) == 27
         assert len(plan.parameters) == 62
-    assert sum(batch.count for plan in plans for stage in plan.stages for batch in stage.owned) == 35
+    assert sum(batch.matrices for plan in plans for stage in plan.stages for batch in stage.owned) == 35
 
 
 def test_the_longest_job_goes_first_and_ties_to_the_least_loaded():
@@ -193,8 +199,8 @@ def test_matrices_of_one_shape_are_batched_only_where_the_bits_agree():
     side = MIN_BATCHED_SIDE
     small = plan_step([ParameterSpec("a", (4, side - 1, 40), torch.float32, (side - 1,))], 0)
     large = plan_step([ParameterSpec("a", (4, side, 40), torch.float32, (side,))], 0)
-    assert [batch.count for batch in small.stages[0].local] == [1, 1, 1, 1]
-    assert [batch.count for batch in large.stages[0].local] == [4]
+    assert [batch.matrices for batch in small.stages[0].local] == [1, 1, 1, 1]
+    assert [batch.matrices for batch in large.stages[0].local] == [4]
 
 
 def test_report_has_a_row_for_each_bucket_and_rank():

@@ -17,15 +17,28 @@ REAL = Path(__file__).parents[2] / "shared" / "traces"
 needs_real_traces = pytest.mark.skipif(not REAL.is_dir(), reason=f"the real traces are not there: {REAL}")
 
 
-def event(category: str, name: str, start: float, duration: float, tid: int = 1, pid: int = 1, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "pid": pid, "tid": tid, "args": args}
+def event(
+    category: str, name: str, start: float, duration: float, tid: int = 1, pid: int = 1, **args: Any
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": start,
+        "dur": duration,
+        "pid": pid,
+        "tid": tid,
+        "args": args,
+    }
 
 
 def launch(correlation: int, start: float, tid: int = 1, category: str = "cuda_runtime") -> dict[str, Any]:
     return event(category, "cudaLaunchKernel", start, 1, tid=tid, correlation=correlation)
 
 
-def device(category: str, name: str, start: float, duration: float, correlation: int, stream: int = 7) -> dict[str, Any]:
+def device(
+    category: str, name: str, start: float, duration: float, correlation: int, stream: int = 7
+) -> dict[str, Any]:
     return event(category, name, start, duration, tid=stream, pid=0, correlation=correlation, stream=stream)
 
 
@@ -77,7 +90,11 @@ def test_activity_belongs_to_the_range_on_whose_thread_it_was_launched(tmp_path:
 
 
 def test_a_graph_launch_causes_all_that_bears_its_id(tmp_path: Path) -> None:
-    events = [event("user_annotation", "step", 0, 9), launch(1, 1), *(device("kernel", "k", t, 1, 1) for t in (3, 5, 7))]
+    events = [
+        event("user_annotation", "step", 0, 9),
+        launch(1, 1),
+        *(device("kernel", "k", t, 1, 1) for t in (3, 5, 7)),
+    ]
     assert Trace(write(tmp_path, events)).occurrences("step")[0].kernels == 3
 
 

@@ -1,6 +1,8 @@
-"""The launch counter: watches the operators that a program dispatches and applies the rules of what each launches on a GPU.
+"""The launch counter: watches the operators that a program dispatches and applies the rules of what each launches on a
+GPU.
 
-It runs on meta tensors under a fake process group, or on real tensors beside a real run; what it sees is the code that trains.
+It runs on meta tensors under a fake process group, or on real tensors beside a real run; what it sees is the code that
+trains.
 """
 
 from __future__ import annotations
@@ -129,8 +131,9 @@ class LaunchCounter(TorchDispatchMode):
             self.counts.wire_bytes += (sum(splits) - own) * source.dtype.itemsize
 
     def _source(self, func: Any, part: str) -> str:
-        place = next((found for name in reversed(self._ranges) if (found := parse(name))), None)
-        phase = place[0] if place else None
+        phase = next((found[0] for name in reversed(self._ranges) if (found := parse(name))), "")
         if (phase, part) not in _SOURCE_OF:
-            raise NotImplementedError(f"{func} launches in phase {phase!r}: no source is named for {part!r} there")
+            raise NotImplementedError(
+                f"{func} launches in phase {phase!r} of a step: no source is named for {part!r} there"
+            )
         return _SOURCE_OF[phase, part]

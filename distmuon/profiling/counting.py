@@ -1,7 +1,7 @@
 """Counts of one optimizer step of a workload, on every rank in turn, with no GPU, no weights and no other process.
 
-Each rank's real ``DistMuon`` steps on meta tensors under torch's fake process group, so what is counted is what the code
-that trains dispatches.
+Each rank's real ``DistMuon`` steps on meta tensors under torch's fake process group, so what is counted is what the
+code that trains dispatches.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class LaunchCounts:
             found = [counts.by_source[source] for counts in self.per_rank if source in counts.by_source]
             if found:
                 copies, launches = (
-                    sum(values) / len(self.per_rank) for values in zip(*((a.memcpys, a.launches) for a in found), strict=True)
+                    sum(values) / len(self.per_rank)
+                    for values in zip(*((a.memcpys, a.launches) for a in found), strict=True)
                 )
                 rows.append({"source": source, "async_copies": copies, "launches": launches})
         return rows
@@ -168,4 +169,6 @@ def _on_meta(spec: ParameterSpec, rank: int, meshes: dict[tuple[int, ...], Devic
     local = torch.empty(spec.local_shape3(rank)[3 - len(shape) :], dtype=spec.dtype, device="meta")
     stride = torch.empty(shape, device="meta").stride()
     mesh = meshes[storage.mesh_shape]
-    return nn.Parameter(DTensor.from_local(local, mesh, storage.placements, run_check=False, shape=shape, stride=stride))
+    return nn.Parameter(
+        DTensor.from_local(local, mesh, storage.placements, run_check=False, shape=shape, stride=stride)
+    )

@@ -1,14 +1,14 @@
 """From the traces of a run's ranks to one table of what happened: a row for each occurrence of each range.
 
-Columns: ``rank``; ``variant``, ``repeat`` and ``step`` of the profiled step; ``kind``; ``name`` as in the trace; ``phase`` and ``bucket``;
-``start_us`` since the run's first profiled step began, on the ranks' common clock; ``duration_us``; ``thread`` ("main", another
-thread of the host, or a stream of the device). Kinds:
+Columns: ``rank``; ``variant``, ``repeat`` and ``step`` of the profiled step; ``kind``; ``name`` as in the trace;
+``phase`` and ``bucket``; ``start_us`` since the run's first profiled step began, on the ranks' common clock;
+``duration_us``; ``thread`` ("main", another thread of the host, or a stream of the device). Kinds:
 
 - ``step``: the whole profiled step, both optimizers. ``optimizer``: DistMuon's part, torch's own range.
 - ``phase``: a phase of a bucket inside it. ``bucket`` is empty outside of buckets.
-- ``exchange``: one all-to-all as the thread or stream that carries it saw it, with ``direction`` ("out", "back") and the
-  ``bytes`` sent to other ranks. Its time is split in two: ``transfer_us`` is what the exchange took on the rank that had to
-  wait least (the minimum over the ranks), the rest is ``waiting_us`` for others.
+- ``exchange``: one all-to-all as the thread or stream that carries it saw it, with ``direction`` ("out", "back") and
+  the ``bytes`` sent to other ranks. Its time is split in two: ``transfer_us`` is what the exchange took on the rank
+  that had to wait least (the minimum over the ranks), the rest is ``waiting_us`` for others.
 - ``kernel``, ``memcpy``, ``memset``: device activity of the optimizer, where there is a device.
 """
 
@@ -23,7 +23,7 @@ import pandas as pd
 
 from distmuon import ranges
 from distmuon.plan import Plan
-from distmuon.profiling.trace import Event, Trace
+from distmuon.profiling.trace import Activity, Event, Trace, TraceError
 
 OPTIMIZER_RANGE = "Optimizer.step#DistMuon.step"
 
@@ -97,35 +97,39 @@ def _step_rows(trace: Trace, step: Event, sent: Mapping[tuple[str, str], int]) -
     inside = [event for event in trace.annotations if step.start_us <= event.start_us < step.end_us]
     on_thread = [event for event in inside if step.contains(event)]
     optimizer = next(event for event in on_thread if event.name == OPTIMIZER_RANGE)
-    phases = [(event, *named) for event in on_thread if (named := ranges.parse(event.name))]
+    phases = [(event, *parsed) for event in on_thread if (parsed := ranges.parse(event.name))]
     yield _row("step", step)
     yield _row("optimizer", optimizer)
     for event, phase, bucket in phases:
         yield _row("phase", event, phase=phase, bucket=bucket)
 
-    # The k-th exchange that was issued is the k-th that was carried out, and a bucket's first goes out, its second back.
+    # The k-th exchange that was issued is the k-th that was carried out, and a bucket's first goes out, its second
+    # back.
     issues = [(event, bucket) for event, phase, bucket in phases if phase == "all_to_all"]
-    carried = [event for event in inside if event.name == _GLOO_EXCHANGE]
+    carried: list[tuple[Event | Activity, str]]
     if trace.has_device:
-        carried = [item for event, _ in issues for item in trace.launched_in(event) if item.kind == "collective"]
+        kernels = [item for event, _ in issues for item in trace.launched_in(event) if item.kind == "collective"]
+        carried = [(item, f"stream {item.stream}") for item in kernels]
+    else:
+        carried = [(event, f"thread {event.tid}") for event in inside if event.name == _GLOO_EXCHANGE]
     if len(carried) != len(issues):
-        raise ValueError(f"{trace.path}: {len(issues)} exchanges were issued in {step.name}, {len(carried)} carried out")
+        raise TraceError(
+            f"{trace.path}: {len(issues)} exchanges were issued in {step.name}, {len(carried)} carried out"
+        )
     seen: Counter[str] = Counter()
-    for (_, bucket), event in zip(issues, carried, strict=True):
+    for (_, bucket), (exchange, thread) in zip(issues, carried, strict=True):
         direction = _DIRECTIONS[seen[bucket]]
         seen[bucket] += 1
-        thread = f"stream {event.stream}" if trace.has_device else f"thread {event.tid}"
         size = sent[bucket, direction]
-        yield _row("exchange", event, bucket=bucket, direction=direction, thread=thread, bytes=size)
+        yield _row("exchange", exchange, bucket=bucket, direction=direction, thread=thread, bytes=size)
 
-    launched_by = {id(item): named for event, *named in phases for item in trace.launched_in(event)}
+    named = {id(item): (phase, bucket) for event, phase, bucket in phases for item in trace.launched_in(event)}
     for item in trace.launched_in(optimizer):
         if item.kind != "collective":
-            phase, bucket = launched_by.get(id(item), (None, None))
-            more = {"thread": f"stream {item.stream}", "bytes": item.bytes}
-            yield _row(item.kind, item, phase=phase, bucket=bucket, **more)
+            place = dict(zip(("phase", "bucket"), named.get(id(item), ()), strict=False))
+            yield _row(item.kind, item, thread=f"stream {item.stream}", bytes=item.bytes, **place)
 
 
-def _row(kind: str, event: Any, **more: Any) -> dict[str, Any]:
+def _row(kind: str, event: Event | Activity, **more: Any) -> dict[str, Any]:
     common = {"kind": kind, "name": event.name, "start_us": event.start_us, "duration_us": event.duration_us}
     return {"thread": "main", **common, **more}

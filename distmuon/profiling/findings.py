@@ -35,13 +35,13 @@ def spans(run: Run) -> str:
 def overlap(step: pd.DataFrame) -> str:
     """How much of the exchange time of one step (rows of all ranks) ran beside other work."""
     return _sentence(
-        f"in one step of {step['variant'].iat[0]}, {overlap_share(step):.0%} of the time that exchanges take runs beside "
-        "packing, Newton-Schulz and the rest of the same rank; during the remainder the rank stands still"
+        f"in one step of {step['variant'].iat[0]}, {overlap_share(step):.0%} of the time that exchanges take runs "
+        "beside packing, Newton-Schulz and the rest of the same rank; during the remainder the rank stands still"
     )
 
 
 def overlap_share(step: pd.DataFrame) -> float:
-    """The share of the exchanges' time in which the same rank's host did something else than wait; NaN without exchanges."""
+    """The share of the exchanges' time in which their rank did something else than wait; NaN without exchanges."""
     hidden = total = 0.0
     for _, rows in step.groupby("rank"):
         exchange = _intervals(rows[rows["kind"] == "exchange"])
@@ -75,18 +75,23 @@ def conclusion(run: Run, published: Mapping[str, Any]) -> str:
     if is_published_setup(run, published):
         table = published_table(run, published)
         wrong = table[table["verdict"] == "DIFFERS"]["per rank and step"].tolist()
-        sentences.append(f"Published counts that differ: {', '.join(wrong)}." if wrong else "Every published count is met exactly.")
+        sentences.append(
+            f"Published counts that differ: {', '.join(wrong)}." if wrong else "Every published count is met exactly."
+        )
     for variant in run.variants[1:]:
         for span, label in [("cpu_span_ms", "CPU span"), ("gpu_span_ms", "GPU span")]:
             if change_of(run, variant, span):
                 sentences.append(f"{label} of the step, {variant} against {first}: {_change_text(run, variant, span)}.")
     if settings["device"] == "cpu":
-        sentences.append("There is no GPU here: launches are counted from the operators dispatched, and GPU spans are n/a.")
+        sentences.append(
+            "There is no GPU here: launches are counted from the operators dispatched, and GPU spans are n/a."
+        )
     unequal = equality_table(run)
     unequal = unequal[unequal["bit-equal"] != "yes"]["compared"].tolist()
     sentences.append(
-        f"NOT bit-equal: {'; '.join(unequal)}." if unequal else "All that must be equal is equal to the last bit: ranks, "
-        "repeats and variants."
+        f"NOT bit-equal: {'; '.join(unequal)}."
+        if unequal
+        else "All that must be equal is equal to the last bit: ranks, repeats and variants."
     )
     return " ".join(sentences)
 
@@ -105,7 +110,11 @@ def _counted(run: Run, variant: str, name: str) -> str:
     first = run.variants[0]
     before, after = run.of(first)["mean"][name], run.of(variant)["mean"][name]
     figure = f"{after:,g} {name.replace('_', ' ')}"
-    return f"{figure} as {first} does" if before == after else f"{figure} where {first} makes {before:,g} ({after / before - 1:+.1%})"
+    return (
+        f"{figure} as {first} does"
+        if before == after
+        else f"{figure} where {first} makes {before:,g} ({after / before - 1:+.1%})"
+    )
 
 
 def _intervals(rows: pd.DataFrame) -> list[tuple[float, float]]:

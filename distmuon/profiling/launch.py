@@ -92,7 +92,8 @@ def launch(
             process.kill()
         for process in processes:
             process.wait()
-            process.stdin.close()
+            if process.stdin:
+                process.stdin.close()
 
 
 def run_as_rank(main: Callable[[], None]) -> None:
@@ -124,14 +125,16 @@ def _free_port() -> int:
 
 def _watch(processes: list[subprocess.Popen], logs: list[Path], silence_s: float, progress: TextIO | None) -> None:
     shown = 0  # bytes of rank 0's log
-    written, last_sign = [], time.monotonic()
+    written: list[int] = []  # bytes in each log
+    last_sign = time.monotonic()
     while True:
         codes = [process.poll() for process in processes]
         shown = _forward(logs[0], shown, progress, to_the_end=codes[0] is not None)
         if any(codes):
             time.sleep(_GRACE_S)
             failed = [rank for rank, process in enumerate(processes) if process.poll()]
-            # A rank that raises writes its traceback before the others can learn of it; one that is killed writes nothing.
+            # A rank that raises writes its traceback before the others can learn of it; one that is killed writes
+            # nothing.
             first = min(failed, key=lambda rank: logs[rank].stat().st_mtime_ns)
             _forward(logs[0], shown, progress, to_the_end=True)
             raise RankFailure(first, _end_of(processes[first].returncode), logs[first])

@@ -50,9 +50,9 @@ class Change:
 def paired_change(before: Sequence[float], after: Sequence[float]) -> Change:
     """The change from ``before`` to ``after``, where each pair was measured under the same circumstances.
 
-    The interval is that of the sign test, which assumes no distribution: from the k-th smallest to the k-th largest change,
-    with the largest k that covers the median with a probability of 95 %. Fewer than 6 pairs cannot reach that: then it is
-    from the smallest to the largest, and ``confidence`` says how little it covers.
+    The interval is that of the sign test, which assumes no distribution: from the k-th smallest to the k-th largest
+    change, with the largest k that covers the median with a probability of 95 %. Fewer than 6 pairs cannot reach that:
+    then it is from the smallest to the largest, and ``confidence`` says how little it covers.
     """
     changes = sorted(new / old - 1 for old, new in zip(before, after, strict=True))
     if not changes:

@@ -7,12 +7,14 @@ readers can tell apart, and differ in lightness, so that they can be told apart 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from distmuon.profiling.noise import Change
 from distmuon.profiling.tables import SOURCE_GROUPS
@@ -21,7 +23,8 @@ from distmuon.ranges import PHASES
 WIDTH = 9.0  # inches: a page
 
 _INK = "#222222"
-_VARIANT_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+# Colour, marker and line of each variant, by its place among them.
+_VARIANTS = (("#0072B2", "o", "-"), ("#E69F00", "s", "--"), ("#009E73", "^", ":"), ("#CC79A7", "D", "-."))
 _SOURCE_COLOURS = ("#0B3C5D", "#3F88C5", "#A6CEE3", "#D9D9D9", "#7F3B08", "#B35806", "#F1A340", "#FEE0B6")
 _PHASE_COLOURS = {
     "momentum": "#999999",
@@ -51,7 +54,9 @@ def copies_and_launches(sources: pd.DataFrame) -> Figure:
             for position, variant in enumerate(variants):
                 mine = (sources["variant"] == variant) & sources["source"].isin(members)
                 width = sources[mine][value].sum()
-                axis.barh(position, width, left=left[variant], color=colour, edgecolor="white", linewidth=0.6, label=group)
+                axis.barh(
+                    position, width, left=left[variant], color=colour, edgecolor="white", linewidth=0.6, label=group
+                )
                 left[variant] += width
         largest = max(left.values())
         for position, variant in enumerate(variants):
@@ -65,7 +70,8 @@ def copies_and_launches(sources: pd.DataFrame) -> Figure:
 
 
 def spans(steps: pd.DataFrame, changes: Mapping[str, Change]) -> Figure:
-    """Spans of the optimizer step on each rank: mean, smallest to largest, and a dot a step; and the change with its interval.
+    """Spans of the optimizer step on each rank: mean, smallest to largest, and a dot a step; and the change with its
+    interval.
 
     Args:
         steps: ``variant``, ``rank``, ``repeat``, ``step``, ``cpu_span_ms``, ``gpu_span_ms``.
@@ -80,9 +86,15 @@ def spans(steps: pd.DataFrame, changes: Mapping[str, Change]) -> Figure:
             values = steps[steps["variant"] == variant].groupby("rank")[span]
             centre = values.mean()
             reach = [centre - values.min(), values.max() - centre]
-            colour = _VARIANT_COLOURS[position % len(_VARIANT_COLOURS)]
+            colour, marker, _ = _VARIANTS[position % len(_VARIANTS)]
             axis.errorbar(
-                centre.index + offset, centre, yerr=reach, fmt="os^D"[position % 4], color=colour, capsize=4, label=variant
+                centre.index + offset,
+                centre,
+                yerr=reach,
+                fmt=marker,
+                color=colour,
+                capsize=4,
+                label=variant,
             )
             for rank, each in values:
                 axis.plot([rank + offset + 0.07] * len(each), each, ".", color=colour, markersize=4, alpha=0.7)
@@ -137,18 +149,19 @@ def training(rows: pd.DataFrame) -> Figure:
     variants = list(dict.fromkeys(rows["variant"]))
     ranks = sorted(rows["rank"].unique())
     figure, axes = _axes(columns=2, height=3.2)
-    for axis, (value, label) in zip(axes, [("loss", "loss (nats a token)"), ("grad_norm", "gradient norm")], strict=True):
+    labels = {"loss": "loss (nats a token)", "grad_norm": "gradient norm"}
+    for axis, (value, label) in zip(axes, labels.items(), strict=True):
         for position, variant in enumerate(variants):
             mine = rows[rows["variant"] == variant]
-            style = {"color": _VARIANT_COLOURS[position % len(_VARIANT_COLOURS)], "linestyle": ["-", "--", ":", "-."][position % 4]}
+            colour, _, line = _VARIANTS[position % len(_VARIANTS)]
             means = mine.groupby("step")[value].mean()
-            axis.plot(means.index, means, linewidth=4 - 2 * (position > 0), label=variant, **style)
+            axis.plot(means.index, means, line, color=colour, linewidth=2 if position else 4, label=variant)
         for size, rank in enumerate(ranks):
             mine = rows[rows["rank"] == rank]
-            ring = {"marker": "o", "markersize": 4 + 3 * size, "markerfacecolor": "none", "linestyle": "none"}
-            axis.plot(mine["step"], mine[value], color=_INK, markeredgewidth=0.7, label=f"rank {rank}", **ring)
+            ring: dict[str, Any] = {"markersize": 4 + 3 * size, "markerfacecolor": "none", "markeredgewidth": 0.7}
+            axis.plot(mine["step"], mine[value], "o", color=_INK, label=f"rank {rank}", **ring)
         axis.set(xlabel="step", ylabel=label)
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0].legend(frameon=False, fontsize=8, ncols=2)
     return figure
 
@@ -164,10 +177,9 @@ def typical_step(events: pd.DataFrame, variant: str) -> pd.DataFrame:
 def _axes(
     rows: int = 1, columns: int = 1, *, height: float, width_ratios: Sequence[float] | None = None
 ) -> tuple[Figure, list[Axes]]:
-    with plt.rc_context({"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = plt.subplots(
-            rows, columns, figsize=(WIDTH, height), layout="constrained", squeeze=False, width_ratios=width_ratios
-        )
+    with rc_context({"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False, width_ratios=width_ratios)
     return figure, list(axes.flat)
 
 
@@ -181,13 +193,16 @@ def _lanes(rank: int) -> list[tuple[float, str]]:
 
 
 def _changes(axis: Axes, variants: Sequence[str], changes: Mapping[str, Change]) -> None:
+    """The median change of each variant after the first, with its interval, in per cent."""
     axis.axhline(0, color=_INK, linewidth=0.8)
+    largest = 1.0
     for position, variant in enumerate(variants[1:], start=1):
-        change = changes[variant]
-        reach = [[change.median - change.low], [change.high - change.median]]
-        style = {"fmt": "os^D"[position % 4], "color": _VARIANT_COLOURS[position % len(_VARIANT_COLOURS)], "capsize": 6}
-        axis.errorbar([position], [change.median * 100], yerr=[[value * 100 for value in side] for side in reach], **style)
-    axis.set(xlim=(0.4, len(variants) - 0.4), ylabel=f"change of the CPU span against {variants[0]} (%)")
+        median, low, high = (
+            100 * value for value in (changes[variant].median, changes[variant].low, changes[variant].high)
+        )
+        colour, marker, _ = _VARIANTS[position % len(_VARIANTS)]
+        axis.errorbar([position], [median], [[median - low], [high - median]], fmt=marker, color=colour, capsize=6)
+        largest = max(largest, abs(low), abs(high))
+    axis.set(xlim=(0.4, len(variants) - 0.4), ylim=(-1.15 * largest, 1.15 * largest))
     axis.set_xticks(range(1, len(variants)), variants[1:])
-    largest = max([1.0, *(100 * max(abs(change.low), abs(change.high)) for change in changes.values())])
-    axis.set_ylim(-1.15 * largest, 1.15 * largest)
+    axis.set_ylabel(f"change of the CPU span\nagainst {variants[0]} (%)")

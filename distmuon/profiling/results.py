@@ -1,7 +1,7 @@
 """The results of a profile: ``summary.json`` and ``events.parquet`` in the run's folder, and how to read them back.
 
-A summary holds what was asked for, where the figures come from, and for each variant what it counted, how long its steps
-took on each rank, what it trained, and how it compares with the first variant. What cannot be measured is "n/a".
+A summary holds what was asked for, where the figures come from, and for each variant what it counted, how long its
+steps took on each rank, what it trained, and how it compares with the first variant. What cannot be measured is "n/a".
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Run:
         return self.summary["variants"][variant]
 
     def steps(self) -> pd.DataFrame:
-        """A row a variant, rank, repeat and profiled step, with its times (:data:`TIMES`; NaN where there is no device)."""
+        """A row a variant, rank, repeat and profiled step, with its times (:data:`TIMES`; NaN without a device)."""
         order = {variant: position for position, variant in enumerate(self.variants)}
         return step_times(self.events).sort_values("variant", key=lambda names: names.map(order), kind="stable")
 
@@ -96,10 +96,10 @@ class Run:
 def step_times(events: pd.DataFrame) -> pd.DataFrame:
     """Times of each variant, rank, repeat and profiled step, in ms.
 
-    ``cpu_span_ms`` is DistMuon's range on the host and ``gpu_span_ms`` the time from the first to the last activity that it
-    launched on a device. ``exchange_ms`` is the total time of the exchanges as their own thread or stream saw it, of which
-    ``transfer_ms`` is transfer and ``waiting_ms`` waiting for other ranks; ``exposed_wait_ms`` is how long the host stood still
-    for them.
+    ``cpu_span_ms`` is DistMuon's range on the host and ``gpu_span_ms`` the time from the first to the last activity
+    that it launched on a device. ``exchange_ms`` is the total time of the exchanges as their own thread or stream saw
+    it, of which ``transfer_ms`` is transfer and ``waiting_ms`` waiting for other ranks; ``exposed_wait_ms`` is how
+    long the host stood still for them.
     """
     place = ["variant", "rank", "repeat", "step"]
     optimizer = events[events["kind"] == "optimizer"].set_index(place)
@@ -158,7 +158,7 @@ def _variant(
 ) -> dict[str, Any]:
     events, times = events[events["variant"] == name], times[times["variant"] == name]
     source, counts = _counts(events, counted)
-    per_rank = []
+    per_rank: list[dict[str, Any]] = []
     for rank, brought in enumerate(ranks):
         mine = times[times["rank"] == rank]
         exchanges = events[(events["rank"] == rank) & (events["kind"] == "exchange")]
@@ -205,7 +205,7 @@ def _counts(events: pd.DataFrame, counted: LaunchCounts) -> tuple[str, list[dict
 
 
 def _compare(first: str, name: str, times: pd.DataFrame, ranks: Sequence[RankResults]) -> dict[str, Any]:
-    """How a variant differs from the first: times by pairs of steps (means over ranks), and what was trained by bits."""
+    """How a variant differs from the first: times by pairs of steps (means over ranks), what was trained by bits."""
     means = times.groupby(["variant", "repeat", "step"])[["cpu_span_ms", "gpu_span_ms"]].mean()
     changes = {}
     for span in means:

@@ -1,7 +1,8 @@
 """What each operator launches on a CUDA or HIP device, one rule an operator.
 
-The rules are facts of PyTorch's sources (named by file under ``aten/src/ATen/native/``), so that launches can be counted by
-watching the operators a program dispatches, on any device. An operator without a rule is an error, never a zero.
+The rules are facts of PyTorch's sources (named by file under ``aten/src/ATen/native/``), so that launches can be
+counted by watching the operators a program dispatches, on any device. An operator without a rule is an error, never a
+zero.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ TOOLCHAINS = {
     "cuda13": Toolchain({1: 770, 2: 448, 3: 336, 4: 252, 5: 210}, 2_240, 32),
 }
 
-Rule = Callable[[Arguments, dict[str, Any], Any, Toolchain], tuple[tuple[str, Activity], ...]]
+#: Activity by part: what it is for.
+Parts = tuple[tuple[str, Activity], ...]
+Rule = Callable[[Arguments, dict[str, Any], Any, Toolchain], Parts]
 
 
 def _one(part: str, activity: Activity) -> Rule:
@@ -66,7 +69,9 @@ def _one(part: str, activity: Activity) -> Rule:
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements lie one after another in memory in some order of the dims, with no gap and no overlap."""
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
+    ):
         if stride != expected:
             return False
         expected *= size
@@ -75,13 +80,13 @@ def is_dense(tensor: Tensor) -> bool:
 
 def _like_strides(first: Tensor, second: Tensor) -> bool:
     """Whether both walk memory alike; the stride of a dim of size 1 means nothing."""
-    return all(
-        a == b or size == 1 for a, b, size in zip(first.stride(), second.stride(), first.shape, strict=True)
-    )
+    return all(a == b or size == 1 for a, b, size in zip(first.stride(), second.stride(), first.shape, strict=True))
 
 
 def copy_activity(destination: Tensor, source: Tensor) -> Activity:
-    """One ``copy_`` (``cuda/Copy.cu``): a memcpy if nothing is cast and both sides are dense with the same strides, else a kernel."""
+    """One ``copy_`` (``cuda/Copy.cu``): a memcpy if nothing is cast and both sides are dense with the same strides,
+    else a kernel.
+    """
     if destination.numel() == 0:
         return Activity()
     plain = destination.dtype == source.dtype and destination.shape == source.shape
@@ -91,7 +96,8 @@ def copy_activity(destination: Tensor, source: Tensor) -> Activity:
 def foreach_chunks(sizes: Sequence[int], lists: int, toolchain: Toolchain) -> int:
     """Launches of a multi-tensor kernel over tensors of ``sizes`` elements (``cuda/MultiTensorApply.cuh``).
 
-    A launch is full when it holds its limit of tensors, or of blocks; a tensor cut off by the latter goes on in the next.
+    A launch is full when it holds its limit of tensors, or of blocks; a tensor cut off by the latter goes on in the
+    next.
     """
     launches = tensors = blocks = 0
     limit = toolchain.tensors[lists]
@@ -113,7 +119,8 @@ def foreach_chunks(sizes: Sequence[int], lists: int, toolchain: Toolchain) -> in
 def takes_fused_route(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> bool:
     """Whether ``_foreach_copy_`` is one kernel (``cuda/ForeachBinaryOpList.cu``, ``ForeachUtils.h``).
 
-    It wants one device, one dtype of all destinations and one of all sources, and pairs of equal sizes and raw strides that are dense.
+    It wants one device, one dtype of all destinations and one of all sources, and pairs of equal sizes and raw strides
+    that are dense.
     """
     tensors = (*destinations, *sources)
     return (
@@ -147,15 +154,15 @@ def reduction_splits(elements: int, outputs: int, warp: int) -> bool:
     return values >= 256
 
 
-def _copy(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain):
+def _copy(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain) -> Parts:
     return (("copy", copy_activity(arguments[0], arguments[1])),)
 
 
-def _to_copy(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain):
+def _to_copy(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain) -> Parts:
     return (("copy", copy_activity(result, arguments[0])),)
 
 
-def _foreach_copy(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain):
+def _foreach_copy(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain) -> Parts:
     destinations, sources = arguments[0], arguments[1]
     if takes_fused_route(destinations, sources):
         kernels = foreach_chunks([tensor.numel() for tensor in destinations], 2, toolchain)
@@ -163,13 +170,13 @@ def _foreach_copy(arguments: Arguments, keywords: dict[str, Any], result: Any, t
     return tuple(("copy", copy_activity(to, source)) for to, source in zip(destinations, sources, strict=True))
 
 
-def _vector_norm(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain):
+def _vector_norm(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain) -> Parts:
     outputs = result.numel()
     splits = reduction_splits(arguments[0].numel() // outputs, outputs, toolchain.warp)
     return (("norm", Activity(kernels=1, memsets=int(splits))),)
 
 
-def _gemm_with_bias(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain):
+def _gemm_with_bias(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain) -> Parts:
     if keywords.get("beta", 1) == 0:
         return (("gemm", KERNEL),)
     # cuBLAS and hipBLAS add to what is in the result, so the bias is copied there first.
@@ -209,7 +216,7 @@ SILENT = frozenset(
 
 def activity_of(
     operator: Any, arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain
-) -> tuple[tuple[str, Activity], ...]:
+) -> Parts:
     """The (part, activity) entries of one dispatched operator.
 
     Raises:

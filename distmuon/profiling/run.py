@@ -24,7 +24,8 @@ def profile(
 ) -> Run | None:
     """Profile, and write ``summary.json``, ``events.parquet``, ``rank{r}.trace.json.gz`` and ``rank{r}.log``.
 
-    Where ``RANK`` is set, as torchrun and Slurm scripts do, this process is that rank; otherwise all ranks are started here.
+    Where ``RANK`` is set, as torchrun and Slurm scripts do, this process is that rank; otherwise all ranks are started
+    here.
 
     Args:
         settings: what to profile.

@@ -1,8 +1,8 @@
 """What one rank of a profile does: train each variant side by side, and record the optimizer's steps.
 
 ``python -m distmuon.profiling.session`` is one rank, started by :mod:`distmuon.profiling.run`. Every rank trains all
-variants in turn, step by step, so that they meet the same circumstances; the turns are reversed with every step. Only the
-optimizer's step is recorded: each on its own, after a barrier, and all of a rank into one trace.
+variants in turn, step by step, so that they meet the same circumstances; the turns are reversed with every step. Only
+the optimizer's step is recorded: each on its own, after a barrier, and all of a rank into one trace.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ class Settings:
         tokens: of a rank and step.
         seed: of the weights.
         device: "auto" takes a GPU a rank where there are so many, else the CPU.
-        ns_dtype: of Newton-Schulz; "auto" is bfloat16 on a GPU and float32 on a CPU, which may lack units for the other.
+        ns_dtype: of Newton-Schulz; "auto" is bfloat16 on a GPU and float32 on a CPU, which may lack units for the
+            other.
         buckets: "published", the workload's own, or "auto", DistMuon's choice.
 
     Raises:
-        ValueError: a name is unknown (the nearest is given), a number is too small, or ranks, ep and workload do not fit.
+        ValueError: a name is unknown (the nearest is given), a number is too small, or ranks, ep and workload do not
+            fit.
     """
 
     workload: str = "kimi-debug"
@@ -127,9 +129,10 @@ def profile_rank(settings: Settings, folder: Path, command: str, log: TextIO | N
     recorder = Recorder(device)
     training: dict[str, list[dict[str, Any]]] = {variant: [] for variant in settings.variants}
     digests: dict[str, list[str]] = {variant: [] for variant in settings.variants}
+    last = settings.warmup + settings.steps - 1
     for repeat in range(settings.repeats):
         trainers = {variant: _trainer(settings, variant, rank, device) for variant in settings.variants}
-        for step in range(settings.warmup + settings.steps):
+        for step in range(last + 1):
             profiled = step >= settings.warmup
             for variant in settings.variants[:: -1 if step % 2 else 1]:
                 trainer = trainers[variant]
@@ -137,8 +140,9 @@ def profile_rank(settings: Settings, folder: Path, command: str, log: TextIO | N
                 with recorder.record(step_range(variant, repeat, step)) if profiled else nullcontext():
                     trainer.optimizer_step()
                 training[variant].append({"repeat": repeat, "step": step, "loss": loss, "grad_norm": grad_norm})
-                where = f"repeat {repeat + 1} of {settings.repeats}, step {step} of {settings.warmup + settings.steps - 1}"
-                say(f"{where}, {variant}{'' if profiled else ', warm-up'}: loss {loss:.4f}, gradient norm {grad_norm:.4f}")
+                where = f"repeat {repeat + 1} of {settings.repeats}, step {step} of {last}"
+                kind = variant if profiled else f"{variant}, warm-up"
+                say(f"{where}, {kind}: loss {loss:.4f}, gradient norm {grad_norm:.4f}")
         for variant, trainer in trainers.items():
             digests[variant].append(trainer.digest())
 
@@ -148,7 +152,7 @@ def profile_rank(settings: Settings, folder: Path, command: str, log: TextIO | N
     sent = {variant: sent_bytes(trainer.muon.plan) for variant, trainer in trainers.items()}
     mine = RankResults(rank_events(trace, rank, sent), trace.base_ns, training, digests)
     say("gathering")
-    everyone: list[RankResults] | None = [None] * settings.ranks if rank == 0 else None
+    everyone: list[Any] | None = [None] * settings.ranks if rank == 0 else None
     dist.gather_object(mine, everyone)
     text = trainers[settings.variants[0]].text
     dist.destroy_process_group()
@@ -169,8 +173,8 @@ def profile_rank(settings: Settings, folder: Path, command: str, log: TextIO | N
 class Recorder:
     """Records steps with the PyTorch profiler, each in a session of its own, and writes them as one trace.
 
-    A session a step is complete when the step ends, device activity included, and leaves out what lies between: pausing one
-    long session would do neither on a GPU.
+    A session a step is complete when the step ends, device activity included, and leaves out what lies between:
+    pausing one long session would do neither on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:

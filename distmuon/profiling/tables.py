@@ -1,4 +1,4 @@
-"""Tables of a finished profile, each a DataFrame with units in its column names; NaN stands for what cannot be measured."""
+"""Tables of a finished profile: DataFrames with units in column names, NaN standing for what cannot be measured."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def published_table(run: Run, published: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def sources_table(run: Run, published: Mapping[str, Any]) -> pd.DataFrame:
-    """Copies and launches of each variant by where they come from, means over ranks, and whether the published ones agree."""
+    """Copies and launches of each variant by source, means over ranks, and whether the published ones are the same."""
     sources = run.sources()
     comparable = is_published_setup(run, published)
     rows = []
@@ -147,7 +147,9 @@ def equality_table(run: Run) -> pd.DataFrame:
 def change_of(run: Run, variant: str, span: str) -> Change | None:
     """How a span (``cpu_span_ms``, ``gpu_span_ms``) of a variant differs from the first's; None where not measured."""
     change = run.summary["comparisons"][variant][span]
-    return None if change == NOT_AVAILABLE else Change(**{key: value for key, value in change.items() if key != "verdict"})
+    return (
+        None if change == NOT_AVAILABLE else Change(**{key: value for key, value in change.items() if key != "verdict"})
+    )
 
 
 def _figure(run: Run, variant: str, metric: str) -> float:

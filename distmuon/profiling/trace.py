@@ -1,8 +1,8 @@
 """Read a PyTorch profiler trace: named ranges, and the device activity that was launched inside them.
 
-Any trace serves, CUDA or ROCm, of any PyTorch that writes Chrome traces. What a range caused is found by correlation id: a
-launch lies inside the range on the same process and thread, and the activity it started carries its id. Without device
-activity (a CPU run) device figures are None, never 0.
+Any trace serves, CUDA or ROCm, of any PyTorch that writes Chrome traces. What a range caused is found by correlation
+id: a launch lies inside the range on the same process and thread, and the activity it started carries its id. Without
+device activity (a CPU run) device figures are None, never 0.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Event:
 
     @property
     def end_us(self) -> float:
+        """When it ends."""
         return self.start_us + self.duration_us
 
     def contains(self, other: Event) -> bool:
@@ -68,6 +69,7 @@ class Activity:
 
     @property
     def interval(self) -> tuple[float, float]:
+        """Its start and its end."""
         return self.start_us, self.start_us + self.duration_us
 
 
@@ -95,7 +97,9 @@ class Occurrence:
     @property
     def launches(self) -> int | None:
         """All device activity that is not a collective."""
-        return None if self.kernels is None else self.kernels + self.memset + sum(self.memcpy.values())
+        if self.kernels is None or self.memset is None or self.memcpy is None:
+            return None
+        return self.kernels + self.memset + sum(self.memcpy.values())
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, "n/a" standing for what the trace cannot tell."""
@@ -145,7 +149,7 @@ class Trace:
         elif category in _LAUNCHES and "correlation" in args:
             thread = event["pid"], event["tid"]
             self._launches.setdefault(thread, []).append((start_us, args["correlation"]))
-        elif kind := _DEVICE_KINDS.get(category):
+        elif kind := _DEVICE_KINDS.get(category or ""):
             if kind == "kernel" and _COLLECTIVE.search(name):
                 kind = "collective"
             activity = Activity(kind, name, start_us, duration_us, args.get("stream", event["tid"]), args.get("bytes"))
@@ -176,7 +180,9 @@ class Trace:
         launches = self._launches.get((event.pid, event.tid), [])
         first = bisect_left(launches, event.start_us, key=lambda launch: launch[0])
         last = bisect_right(launches, event.end_us, key=lambda launch: launch[0])
-        found = [activity for _, correlation in launches[first:last] for activity in self._activity.get(correlation, ())]
+        found = [
+            activity for _, correlation in launches[first:last] for activity in self._activity.get(correlation, ())
+        ]
         return sorted(found, key=lambda activity: activity.start_us)
 
     def occurrence(self, event: Event) -> Occurrence:

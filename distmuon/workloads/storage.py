@@ -44,7 +44,8 @@ def muon_parameters(workload: Workload, *, ranks: int, ep: int) -> list[Paramete
     layout = workload.layout(ranks, ep)
     everyone = tuple(range(ranks))
     dense = Storage((ranks,), everyone, (Shard(0),))
-    shard = _StridedShard(0, split_factor=ep) if layout.expert_shard_dim == 0 else Shard(layout.expert_shard_dim)
+    strided = layout.expert_shard_dim == 0 and ep > 1  # efsdp cuts what ep has cut before
+    shard = _StridedShard(0, split_factor=ep) if strided else Shard(layout.expert_shard_dim)
     expert = Storage((layout.efsdp, ep), everyone, (shard, Shard(0)))
     (group,) = split_parameters(build_model(workload, "meta"), row_blocks=workload.row_blocks).muon
     return [

@@ -205,7 +205,7 @@ class DistMuon(torch.optim.Optimizer):
         gradient = parameter.grad
         if gradient is None:
             raise ValueError(
-                f"parameter {name!r} has no gradient on this rank: each step needs one on every rank. Leave the parameter "
+                f"parameter {name!r} has no gradient on this rank: each step needs one on every rank. Leave it "
                 "out of DistMuon, or give it a zero gradient"
             )
         if isinstance(parameter, DTensor) and (

@@ -71,7 +71,7 @@ def conclusion(run: Run, published: Mapping[str, Any]) -> str:
     for variant in run.variants[1:]:
         copies, launches, collectives = (_counted(run, variant, name) for name in COUNTED)
         place = f"On {settings['workload']} with {settings['ranks']} ranks"
-        sentences.append(f"{place}, a rank's step of {variant} makes {copies}, {launches}, and {collectives}.")
+        sentences.append(f"{place}, {variant} makes, a rank and step, {copies}, {launches}, and {collectives}.")
     if is_published_setup(run, published):
         table = published_table(run, published)
         wrong = table[table["verdict"] == "DIFFERS"]["per rank and step"].tolist()
@@ -81,7 +81,7 @@ def conclusion(run: Run, published: Mapping[str, Any]) -> str:
     for variant in run.variants[1:]:
         for span, label in [("cpu_span_ms", "CPU span"), ("gpu_span_ms", "GPU span")]:
             if change_of(run, variant, span):
-                sentences.append(f"{label} of the step, {variant} against {first}: {_change_text(run, variant, span)}.")
+                sentences.append(f"{label} of a step, {variant} against {first}: {_change_text(run, variant, span)}.")
     if settings["device"] == "cpu":
         sentences.append(
             "There is no GPU here: launches are counted from the operators dispatched, and GPU spans are n/a."
@@ -101,8 +101,8 @@ def _change_text(run: Run, variant: str, span: str) -> str:
     if change is None:
         return "not measured"
     return (
-        f"{change.verdict}: {change.median:+.1%} in the median of {change.pairs} pairs, "
-        f"{change.confidence:.0%} interval {change.low:+.1%} to {change.high:+.1%}"
+        f"{change.verdict} ({change.median:+.1%} in the median of {change.pairs} pairs, "
+        f"{change.confidence:.0%} interval {change.low:+.1%} to {change.high:+.1%})"
     )
 
 

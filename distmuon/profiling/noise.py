@@ -39,7 +39,7 @@ class Change:
         if self.within_noise:
             return "unchanged within noise"
         if self.confidence < CONFIDENCE:
-            return f"too few pairs to tell ({self.pairs})"
+            return "too few pairs to tell"
         return "shorter" if self.median < 0 else "longer"
 
     def to_dict(self) -> dict[str, object]:

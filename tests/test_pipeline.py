@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,15 +61,13 @@ def test_the_number_of_matrices_orthogonalised_is_known():
     assert sum(row["matrices"] for row in optimizer.plan.report()) == 4
 
 
-def buffers_of(rank: int, ranks: int) -> list[int]:
-    """Addresses of all storages that are alive and large, after each of several steps."""
-    import gc
-
+def tensor_bytes(rank: int, ranks: int) -> list[int]:
+    """Bytes of all tensors that are alive after each of several steps."""
     mesh = init_device_mesh("cpu", (ranks,))
     parameter = nn.Parameter(distribute_tensor(torch.randn(64, 64), mesh, [Shard(0)], src_data_rank=None))
     optimizer = DistMuon([("a", parameter)])
     sizes = []
-    for _ in range(5):
+    for _ in range(20):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         gc.collect()
@@ -76,5 +76,6 @@ def buffers_of(rank: int, ranks: int) -> list[int]:
 
 
 def test_memory_is_flat_over_steps(pool):
-    for sizes in pool.run(2, buffers_of):
-        assert len(set(sizes[1:])) == 1
+    """By the least of several steps: a thread of the backend may still hold the tensors of an exchange that is over."""
+    for sizes in pool.run(2, tensor_bytes):
+        assert min(sizes[1:10]) == min(sizes[10:])

@@ -1,8 +1,8 @@
 """What one rank of a profile does: train each variant side by side, and record the optimizer's steps.
 
 ``python -m distmuon.profiling.session`` is one rank, started by :mod:`distmuon.profiling.run`. Every rank trains all
-variants in turn, step by step, so that they meet the same circumstances; the turns are reversed with every step. Only
-the optimizer's step is recorded: each on its own, after a barrier, and all of a rank into one trace.
+variants in turn, step by step, so that they meet the same circumstances; the turns are reversed with every step and
+repeat. Only the optimizer's step is recorded: each on its own, after a barrier, and all of a rank into one trace.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def profile_rank(settings: Settings, folder: Path, command: str, log: TextIO | N
         trainers = {variant: _trainer(settings, variant, rank, device) for variant in settings.variants}
         for step in range(last + 1):
             profiled = step >= settings.warmup
-            for variant in settings.variants[:: -1 if step % 2 else 1]:
+            for variant in settings.variants[:: -1 if (repeat + step) % 2 else 1]:
                 trainer = trainers[variant]
                 loss, grad_norm = trainer.forward_backward(step), trainer.clip()
                 with recorder.record(step_range(variant, repeat, step)) if profiled else nullcontext():

@@ -17,6 +17,14 @@ RowBlocks = Mapping[str, "int | tuple[int, ...]"]
 WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
+class Shape(NamedTuple):
+    """What matrices must share to be orthogonalised in one call: their shape and their parameter group."""
+
+    rows: int
+    cols: int
+    group: int
+
+
 class Matrix(NamedTuple):
     """One matrix: rows ``row : row + rows`` of slice ``batch`` of a parameter, all ``cols`` columns.
 

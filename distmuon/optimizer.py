@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from distmuon.agreement import agree, host_group
 from distmuon.buckets import Patterns
+from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
 from distmuon.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
 from distmuon.newton_schulz import COEFFICIENTS
 from distmuon.placement import ParameterSpec, Storage
-from distmuon.plan import Plan, plan_step
+from distmuon.plan import Plan, PlanOptions, plan_step
 from distmuon.step import LocalParameter, Settings, StepRunner
 from distmuon.variants import Variant, get_variant
 
@@ -48,8 +49,9 @@ class DistMuon(torch.optim.Optimizer):
         row_blocks: pattern -> rows of each matrix (one size, or a tuple); for a 3-D parameter, within each matrix of
             the batch. Groups may carry it instead.
         buckets: name patterns of each bucket, in order; None: chosen by size and process group.
-        variant: "batched", "baseline", or a :class:`~distmuon.variants.Variant`.
+        variant: "fused", "batched", "baseline", or a :class:`~distmuon.variants.Variant`.
         ns_dtype: of Newton-Schulz, bfloat16 or float32.
+        max_batch_bytes: what one Newton-Schulz batch of several parameters may hold: stack, scratch, fp32 staging.
 
     Raises:
         ValueError: a setting, parameter, pattern or placement that can't be used, named; or ranks that differ.
@@ -72,14 +74,13 @@ class DistMuon(torch.optim.Optimizer):
         *,
         row_blocks: RowBlocks | None = None,
         buckets: Patterns | None = None,
-        variant: str | Variant = "batched",
+        variant: str | Variant = "fused",
         ns_dtype: torch.dtype = torch.bfloat16,
+        max_batch_bytes: int = 64 << 20,
     ) -> None:
         if ns_dtype not in NS_DTYPES:
             raise ValueError(f"ns_dtype is {ns_dtype}: choose torch.bfloat16 or torch.float32")
-        self._variant = get_variant(variant)
-        self._ns_dtype = ns_dtype
-        self._buckets = buckets
+        self._options = PlanOptions(buckets, get_variant(variant), ns_dtype, max_batch_bytes)
         self._row_blocks = row_blocks
         self._plan: Plan | None = None
         defaults = {
@@ -145,7 +146,7 @@ class DistMuon(torch.optim.Optimizer):
         try:
             device = _one_device(self.param_groups)
             specs = self._specs()
-            plan = plan_step(specs, rank, self._buckets)
+            plan = plan_step(specs, rank, self._options)
         except (ValueError, TypeError) as found:
             error = found
         if meshes:
@@ -157,15 +158,16 @@ class DistMuon(torch.optim.Optimizer):
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
         self._plan = plan
-        exchanger = Exchanger(plan, _process_groups(plan, parameters), device)
-        self._runner = StepRunner(plan, exchanger, self._variant, self._ns_dtype)
+        buffers = Buffers(plan, device)
+        exchanger = Exchanger(plan, _process_groups(plan, parameters), buffers, device)
+        self._runner = StepRunner(plan, buffers, exchanger)
 
     def _specs(self) -> tuple[ParameterSpec, ...]:
         """Describe every parameter, checking it and the settings of its group."""
         specs: list[ParameterSpec] = []
         names = [name for group in self.param_groups for name, _ in _named(group)]
         refuse_unmatched("row_blocks", self._row_blocks or (), names)
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             _settings(group)
             blocks = group["row_blocks"]
             if blocks and self._row_blocks and dict(blocks) != dict(self._row_blocks):
@@ -178,7 +180,7 @@ class DistMuon(torch.optim.Optimizer):
                 rows = matrix_rows(name, shape, blocks or self._row_blocks)
                 try:
                     storage = _storage(parameter)
-                    specs.append(ParameterSpec(name, shape, parameter.dtype, rows, storage))
+                    specs.append(ParameterSpec(name, shape, parameter.dtype, rows, storage, number))
                 except ValueError as refused:
                     raise ValueError(f"parameter {name!r}: {refused}") from None
         duplicate = next((name for index, name in enumerate(names) if name in names[:index]), None)
@@ -190,9 +192,8 @@ class DistMuon(torch.optim.Optimizer):
         """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
         settings = [_settings(group) for group in self.param_groups for _ in group["params"]]
         common = [
-            ("the buckets", repr(self._buckets)),
-            ("the variant", repr(self._variant)),
-            ("ns_dtype", str(self._ns_dtype)),
+            ("the buckets", repr(self._options.buckets)),
+            ("variant, ns_dtype or max_batch_bytes", repr(replace(self._options, buckets=None))),
         ]
         claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
         for spec, own in zip(specs, settings, strict=True):
@@ -218,7 +219,7 @@ class DistMuon(torch.optim.Optimizer):
         momentum = self.state[parameter]["momentum_buffer"]
         if gradient.dtype != momentum.dtype:
             raise ValueError(f"parameter {name!r} has a gradient of {gradient.dtype}, but momentum of {momentum.dtype}")
-        return LocalParameter(_local3(parameter), _local3(gradient), _local3(momentum), settings)
+        return LocalParameter(_plain(parameter), _plain(gradient), _plain(momentum), settings)
 
 
 def _named(group: dict[str, Any]) -> list[tuple[str, Tensor]]:
@@ -271,11 +272,6 @@ def _one_device(groups: list[dict[str, Any]]) -> torch.device:
 
 def _plain(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _local3(tensor: Tensor) -> Tensor:
-    local = _plain(tensor)
-    return local if local.ndim == 3 else local.unsqueeze(0)
 
 
 def _process_groups(plan: Plan, parameters: list[Tensor]) -> dict[tuple[int, ...], dist.ProcessGroup]:

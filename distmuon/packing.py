@@ -2,26 +2,26 @@
 
 A step copies at four places: into the send buffer (pack), out of the receive buffer into whole matrices on their owner
 (unpack), and the same two on the way back (repack, return unpack). The published change made each of these one
-``torch._foreach_copy_`` a parameter, :func:`batched_copy_`, instead of one ``copy_`` a region.
+``torch._foreach_copy_`` a parameter, :func:`batched_copy_`, instead of one ``copy_`` a region. All that tells the ways
+of packing apart is which copies share a call: :func:`group_copies`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-#: For each parameter that takes part in a phase: destinations and sources, region by region.
-Copies = Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]
+from distmuon.places import Pair, join
+from distmuon.schedule import Copy
 
 
 def batched_copy_(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its destination: ``copy_`` for one pair, one ``torch._foreach_copy_`` for more, nothing for
-    none.
+    """Copy each source into its destination.
 
-    Pairs may differ in size and need not be contiguous; a source of another dtype is cast. Destinations must not
-    overlap.
+    That is ``copy_`` for one pair, one ``torch._foreach_copy_`` for more, and nothing for none. Pairs may differ in
+    size and need not be contiguous; a source of another dtype is cast. Destinations must not overlap.
 
     On a GPU ``_foreach_copy_`` is one kernel only if the tensors of each pair are dense and have equal strides, and all
     destinations, and all sources, are of one dtype; otherwise it is one copy a pair.
@@ -49,16 +49,24 @@ def batched_copy_(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> 
         torch._foreach_copy_(list(destinations), list(sources))
 
 
-def copy_regions_(packing: str, copies: Copies) -> None:
-    """Copy the regions of one phase of a bucket, the way ``packing`` says.
+def group_copies(packing: str, copies: Sequence[Copy]) -> list[list[Copy]]:
+    """Which copies of one phase of a bucket share a :func:`batched_copy_`.
 
     Args:
-        packing: ``"region"``, one ``copy_`` a region, or ``"parameter"``, one :func:`batched_copy_` a parameter.
-        copies: destinations and sources of each parameter.
+        packing: ``"region"``, each has its own; ``"parameter"``, those of one parameter share one; ``"bucket"``, all
+            share one, except strided ones, which no fused copy takes: each has its own, of as many regions as one
+            strided copy can hold.
+        copies: of one phase, between two buffers or between updates and a buffer.
     """
-    for destinations, sources in copies:
-        if packing == "region":
-            for destination, source in zip(destinations, sources, strict=True):
-                destination.copy_(source)
-        else:
-            batched_copy_(destinations, sources)
+    if packing == "region":
+        return [[copy] for copy in copies]
+    if packing == "parameter":
+        groups: dict[int, list[Copy]] = {}
+        for copy in copies:
+            groups.setdefault(copy.parameter, []).append(copy)
+        return list(groups.values())
+    pairs = join([Pair(copy.parameter, copy.place, None, copy.packed) for copy in copies])
+    joined = [Copy(pair.left_key, pair.left, pair.right) for pair in pairs]  # type: ignore[arg-type]
+    dense = [copy for copy, pair in zip(joined, pairs, strict=True) if pair.dense]
+    strided = [[copy] for copy, pair in zip(joined, pairs, strict=True) if not pair.dense]
+    return [dense, *strided] if dense else strided

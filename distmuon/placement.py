@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from distmuon.matrices import Matrix
+from distmuon.matrices import Matrix, Shape
 
 #: Parameters are planned as (batch, rows, cols); a 2-D parameter is a batch of one.
 BATCH, ROWS, COLS = range(3)
@@ -167,6 +168,7 @@ class ParameterSpec:
         dtype: of the parameter and its gradient.
         matrix_rows: rows of each matrix within a (rows, cols) slice, see :func:`distmuon.matrices.matrix_rows`.
         storage: mesh and placements; None for a plain tensor, which its rank holds whole.
+        group: index of its parameter group, as matrices of different settings are not batched.
 
     Raises:
         ValueError: naming the parameter, if the pieces don't fit together.
@@ -177,6 +179,7 @@ class ParameterSpec:
     dtype: torch.dtype
     matrix_rows: tuple[int, ...]
     storage: Storage | None = None
+    group: int = 0
 
     def __post_init__(self) -> None:
         if len(self.shape) not in (2, 3):
@@ -222,6 +225,24 @@ class ParameterSpec:
     def local_shape3(self, rank: int) -> tuple[int, int, int]:
         """Shape of the local tensor of ``rank`` as (batch, rows, cols)."""
         return tuple(sum(s.stop - s.start for s in segments) for segments in self.segments(rank))  # type: ignore[return-value]
+
+    def shapes(self) -> Counter[Shape]:
+        """How many matrices of each shape the parameter has, over all ranks."""
+        shapes = Counter(Shape(rows, self.cols, self.group) for rows in self.matrix_rows)
+        return Counter({shape: matrices * self.shape3[BATCH] for shape, matrices in shapes.items()})
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the local tensor of ``rank``."""
+        return self.local_shape3(rank)[3 - len(self.shape) :]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def local_bytes(self, rank: int) -> int:
+        """Bytes of the local tensor of ``rank``."""
+        return math.prod(self.local_shape3(rank)) * self.dtype.itemsize
 
     def exchange_axes(self) -> tuple[int, ...]:
         """The mesh axes along which some matrix is cut: bringing every matrix together needs the ranks along them."""

@@ -2,166 +2,68 @@
 
 Pure: from names, shapes, meshes and placements, with no tensor and no process group, so the plan of any rank of any job
     can
-be made, printed and checked on a laptop. Every rank makes its own plan; ranks agree because owners and the order
-of regions follow from what all of them know.
-
-A bucket becomes one *stage*: at most one exchange, one packed all-to-all each way within one group of ranks, and the
-matrices that this rank already holds whole. Parameters of a bucket that need different groups or dtypes become stages
-of their own.
+be made, printed and checked on a laptop. Every rank makes its own; ranks agree because owners and the order of regions
+follow from what all of them know.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from distmuon.buckets import Bucket, Patterns, make_buckets
-from distmuon.matrices import Matrix
-from distmuon.placement import BATCH, COLS, ROWS, ParameterSpec, Region, regions
-
-#: Matrices with a shorter short side are orthogonalised one at a time. Up to 16^3 multiply-adds PyTorch multiplies one
-#: pair of bf16 matrices by itself but hands a batch of them to oneDNN (``use_mkldnn_matmul`` in
-#: aten/src/ATen/native/mkldnn/Matmul.cpp), which sums in another order; above, batched and single products have the
-#: same bits.
-MIN_BATCHED_SIDE = 17
-
-
-class Transfer(NamedTuple):
-    """One region of ``matrices[matrix]``, at ``offset`` elements in the packed buffer of the rank that this plan is
-    for.
-    """
-
-    matrix: int
-    region: Region
-    offset: int
-
-
-class Batch(NamedTuple):
-    """Matrices of one parameter and shape, orthogonalised in one call.
-
-    They lie one after another from element ``offset`` on: of the parameter's contiguous local update if this rank holds
-    them whole, of the stage's staging buffer if they were brought to it.
-    """
-
-    parameter: int
-    offset: int
-    matrices: int
-    rows: int
-    cols: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of all its matrices."""
-        return self.matrices * self.rows * self.cols
-
-
-class Piece(NamedTuple):
-    """Local rows ``row : row + rows`` (of every slice) belong to matrices of ``matrix_rows`` rows: one learning
-    rate.
-    """
-
-    row: int
-    rows: int
-    matrix_rows: int
+from distmuon.buckets import Patterns, make_buckets
+from distmuon.drafts import Draft, batch_bytes, draft_stages, local_batch_bytes, spread_by_shape
+from distmuon.matrices import Matrix, Shape
+from distmuon.owners import longest_first, shapes_together
+from distmuon.placement import BATCH, COLS, ROWS, ParameterSpec, Region, Segment, regions
+from distmuon.places import Place, flat, rectangle
+from distmuon.schedule import Batch, Copy, Exchange, Piece, Stage
+from distmuon.variants import Variant
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """The packed all-to-all of a stage, as one rank takes part in it; the way back has the splits swapped.
+class PlanOptions:
+    """What a plan is asked for, beside the parameters; names and meaning are those of ``DistMuon``."""
 
-    Args:
-        ranks: global ranks of the group, in group order.
-        matrices: all matrices that are brought together in this group.
-        owners: for each of them the index in ``ranks`` of the rank that orthogonalises it.
-        sends: this rank's regions in buffer order: by owner, then matrix, then local order.
-        receives: the regions of the matrices it owns: by holder, then matrix, then the holder's local order.
-        send_splits: elements for each rank of the group.
-        receive_splits: elements from each rank of the group.
-        staging: for each matrix that this rank owns, its element offset in the staging buffer.
-        dtype: of the buffers.
-    """
-
-    ranks: tuple[int, ...]
-    matrices: tuple[Matrix, ...]
-    owners: tuple[int, ...]
-    sends: tuple[Transfer, ...]
-    receives: tuple[Transfer, ...]
-    send_splits: tuple[int, ...]
-    receive_splits: tuple[int, ...]
-    staging: dict[int, int]
-    dtype: torch.dtype
+    buckets: Patterns | None = None
+    variant: Variant = field(default_factory=Variant)
+    ns_dtype: torch.dtype = torch.bfloat16
+    max_batch_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        if not len(self.send_splits) == len(self.receive_splits) == len(self.ranks):
-            raise ValueError(f"an exchange of {len(self.ranks)} ranks needs as many splits each way")
-        if self.send_numel != sum(transfer.region.numel for transfer in self.sends):
-            raise ValueError("send splits do not add up to the regions sent")
-        if self.receive_numel != self.staging_numel:
-            raise ValueError(f"owned matrices have {self.staging_numel} elements but {self.receive_numel} arrive")
+        if self.max_batch_bytes <= 0:
+            raise ValueError(f"max_batch_bytes is {self.max_batch_bytes}: give a positive number of bytes")
 
     @property
-    def send_numel(self) -> int:
-        """Elements that this rank sends on the way out."""
-        return sum(self.send_splits)
+    def by_shape(self) -> bool:
+        """Whether all matrices of one shape are batched together."""
+        return self.variant.ns_batching == "shape"
 
-    @property
-    def receive_numel(self) -> int:
-        """Elements that it receives on the way out."""
-        return sum(self.receive_splits)
-
-    @property
-    def staging_numel(self) -> int:
-        """Elements of all matrices that it owns."""
-        return sum(self.matrices[index].numel for index in self.staging)
-
-    def wire_bytes(self, rank: int) -> int:
-        """Bytes that this rank sends to others in a step, both ways; what stays with itself does not count."""
-        own = self.ranks.index(rank)
-        forward = self.send_numel - self.send_splits[own]
-        back = self.receive_numel - self.receive_splits[own]
-        return (forward + back) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What a rank does for one bucket.
-
-    Args:
-        name: the bucket's name, as it stands in profiler ranges and reports.
-        parameters: indices of the parameters whose shards it updates.
-        exchange: None if no matrix of the bucket is cut.
-        local: batches of matrices that this rank holds whole, in the parameters' local updates.
-        owned: batches of matrices brought to this rank, in the staging buffer.
-    """
-
-    name: str
-    parameters: tuple[int, ...]
-    exchange: Exchange | None
-    local: tuple[Batch, ...]
-    owned: tuple[Batch, ...]
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What travels for parameters of ``dtype``."""
+        narrower = self.variant.wire_dtype == "newton_schulz" and self.ns_dtype.itemsize < dtype.itemsize
+        return self.ns_dtype if narrower else dtype
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The step of one rank: ``stages`` in order. ``buckets`` is what it was asked for, None if it chose."""
+    """The step of one rank: ``stages`` in the order in which they are computed."""
 
     rank: int
     parameters: tuple[ParameterSpec, ...]
     stages: tuple[Stage, ...]
-    buckets: Patterns | None
+    options: PlanOptions
 
     def pieces(self, parameter: int) -> tuple[Piece, ...]:
         """The local rows of a parameter by the shape of their matrices; one piece if all are alike."""
         spec = self.parameters[parameter]
-        starts = spec.matrix_starts
         pieces: list[Piece] = []
         for segment in spec.segments(self.rank)[ROWS]:
-            for start, rows in zip(starts, spec.matrix_rows, strict=True):
+            for start, rows in zip(spec.matrix_starts, spec.matrix_rows, strict=True):
                 top, bottom = max(segment.start, start), min(segment.stop, start + rows)
                 if top >= bottom:
                     continue
@@ -173,9 +75,8 @@ class Plan:
 
     def ranks(self) -> tuple[int, ...]:
         """All ranks that hold a parameter of this plan."""
-        return tuple(sorted({rank for spec in self.parameters if spec.storage for rank in spec.storage.ranks})) or (
-            self.rank,
-        )
+        everyone = {rank for spec in self.parameters if spec.storage for rank in spec.storage.ranks}
+        return tuple(sorted(everyone)) or (self.rank,)
 
     def report(self, ranks: Iterable[int] | None = None, *, ns_steps: int = 5) -> list[dict[str, object]]:
         """One row a bucket and rank.
@@ -186,206 +87,225 @@ class Plan:
 
         Returns:
             Rows with ``bucket``, ``rank``, ``matrices`` it orthogonalises, ``gemm_flops``, ``sent_bytes`` to and
-            ``received_bytes`` from other ranks (both ways), ``collectives``, and ``buffer_bytes``: send and receive
-            buffers, staging and local updates.
+            ``received_bytes`` from other ranks (both ways), ``collectives``, and ``buffer_bytes``: updates, work buffer
+            and packed buffers.
         """
         rows: list[dict[str, object]] = []
         for rank in self.ranks() if ranks is None else ranks:
-            plan = self if rank == self.rank else plan_step(self.parameters, rank, self.buckets)
-            rows.extend(plan._report_row(stage, ns_steps) for stage in plan.stages)
+            plan = self if rank == self.rank else plan_step(self.parameters, rank, self.options)
+            rows.extend(plan._row(stage, ns_steps) for stage in plan.stages)
         return rows
 
-    def _report_row(self, stage: Stage, ns_steps: int) -> dict[str, object]:
-        batches = stage.local + stage.owned
-        updates = sum(self.update_bytes(index) for index in stage.parameters)
+    def _row(self, stage: Stage, ns_steps: int) -> dict[str, object]:
         exchange = stage.exchange
-        # What is sent on the way out is received on the way back, so the two sums are one and the same.
         wire = exchange.wire_bytes(self.rank) if exchange else 0
+        updates = sum(self.parameters[index].local_bytes(self.rank) for index in stage.parameters)
         return {
             "bucket": stage.name,
             "rank": self.rank,
-            "matrices": sum(batch.matrices for batch in batches),
-            "gemm_flops": sum(
-                2 * ns_steps * batch.matrices * Matrix(0, 0, 0, batch.rows, batch.cols).cost for batch in batches
-            ),
+            "matrices": sum(batch.matrices for batch in stage.batches),
+            "gemm_flops": sum(batch.gemm_flops(ns_steps) for batch in stage.batches),
             "sent_bytes": wire,
             "received_bytes": wire,
             "collectives": 2 if exchange else 0,
-            "buffer_bytes": updates + (self._exchange_bytes(exchange) if exchange else 0),
+            "buffer_bytes": updates + stage.work_bytes + (exchange.packed_bytes if exchange else 0),
         }
 
-    def update_bytes(self, parameter: int) -> int:
-        """Bytes of the local update of a parameter."""
-        spec = self.parameters[parameter]
-        batch, rows, cols = spec.local_shape3(self.rank)
-        return batch * rows * cols * spec.dtype.itemsize
 
-    @staticmethod
-    def _exchange_bytes(exchange: Exchange) -> int:
-        return (exchange.send_numel + exchange.receive_numel + exchange.staging_numel) * exchange.dtype.itemsize
-
-
-def plan_step(parameters: Sequence[ParameterSpec], rank: int, buckets: Patterns | None = None) -> Plan:
+def plan_step(parameters: Iterable[ParameterSpec], rank: int, options: PlanOptions | None = None) -> Plan:
     """Plan the step of ``rank``.
 
     Args:
         parameters: all Muon parameters, in the optimizer's order, the same on every rank that shares a mesh.
         rank: the global rank to plan for.
-        buckets: name patterns, see :func:`distmuon.buckets.make_buckets`.
+        options: buckets, variant, and what else there is to choose.
 
     Raises:
         ValueError: a parameter in no bucket, a pattern that matches nothing, a mesh that does not hold ``rank``.
     """
     parameters = tuple(parameters)
-    loads: dict[tuple[int, ...], list[int]] = {}
-    stages: list[Stage] = []
-    for bucket in make_buckets(parameters, buckets):
-        stages.extend(_plan_bucket(parameters, bucket, rank, loads))
-    return Plan(rank, parameters, tuple(stages), buckets)
+    options = options or PlanOptions()
+    buckets = make_buckets(parameters, options.buckets, by_shape=options.by_shape)
+    drafts = draft_stages(parameters, buckets, rank)
+    if options.by_shape:
+        drafts = spread_by_shape(parameters, drafts, rank, options.ns_dtype, options.max_batch_bytes)
+    planner = _Planner(parameters, rank, options)
+    return Plan(rank, parameters, tuple(planner.stage(draft) for draft in drafts), options)
 
 
-def _plan_bucket(
-    parameters: tuple[ParameterSpec, ...], bucket: Bucket, rank: int, loads: dict[tuple[int, ...], list[int]]
-) -> list[Stage]:
-    """The stages of one bucket; ``loads`` holds the GEMM cost that each rank of a group has been given so far."""
-    exchanging: dict[tuple[tuple[int, ...], torch.dtype], list[int]] = {}
-    local_only: list[int] = []
-    for index in bucket.parameters:
-        spec = parameters[index]
-        axes = spec.exchange_axes()
-        if axes and spec.storage:
-            exchanging.setdefault((spec.storage.subgroup(rank, axes), spec.dtype), []).append(index)
-        else:
-            local_only.append(index)
-    if not exchanging:
-        return [Stage(bucket.name, bucket.parameters, None, _local_batches(parameters, bucket.parameters, rank), ())]
-    stages = []
-    for number, ((ranks, dtype), indices) in enumerate(exchanging.items()):
-        # Parameters that need no exchange go with the first that does: their work fills the wait for its way back.
-        members = tuple(sorted(indices + local_only)) if number == 0 else tuple(indices)
-        name = bucket.name if number == 0 else f"{bucket.name} ({number + 1})"
-        exchange, owned = _plan_exchange(parameters, indices, rank, ranks, dtype, loads)
-        stages.append(Stage(name, members, exchange, _local_batches(parameters, members, rank), owned))
-    return stages
+class _Planner:
+    """Lays out the stages of one rank, in order."""
+
+    def __init__(self, parameters: tuple[ParameterSpec, ...], rank: int, options: PlanOptions) -> None:
+        self._parameters = parameters
+        self._rank = rank
+        self._options = options
+        #: GEMM cost that each rank of a group has been given so far.
+        self._loads: dict[tuple[int, ...], list[int]] = {}
+
+    def stage(self, draft: Draft) -> Stage:
+        """Decide on owners, lay out the work buffer, and say what is copied where."""
+        members = tuple(sorted(draft.cut + draft.whole))
+        cut = [matrix for index in draft.cut for matrix in self._matrices(index, cut=True)]
+        owners = self._owners(cut, draft) if cut else []
+        owned = [matrix for matrix, owner in zip(cut, owners, strict=True) if draft.ranks[owner] == self._rank]
+        whole = {matrix: offset for index in members for matrix, offset in self._held_whole(index)}
+        stacked = [matrix for matrix in whole if self._options.by_shape and not self._too_large(matrix)]
+        in_work = sorted(owned + stacked, key=self._shape) if self._options.by_shape else owned
+        offsets = itertools.accumulate((matrix.numel for matrix in in_work), initial=0)
+        work = dict(zip(in_work, offsets, strict=False))
+
+        exchange, moves = self._exchange(draft, cut, owners, work) if cut else (None, [])
+        moves += [Copy(m.parameter, flat(m.numel, whole[m]), flat(m.numel, work[m])) for m in stacked]
+        local = {matrix: offset for matrix, offset in whole.items() if matrix not in work}
+        return Stage(
+            draft.name,
+            members,
+            exchange,
+            tuple(moves),
+            (*self._batches(work, in_work=True, ready=set(stacked)), *self._batches(local, in_work=False, ready=local)),
+            sum(matrix.numel for matrix in work),
+            self._options.ns_dtype if self._options.by_shape or exchange is None else exchange.dtype,
+        )
+
+    def _owners(self, matrices: Sequence[Matrix], draft: Draft) -> list[int]:
+        loads = self._loads.setdefault(draft.ranks, [0] * len(draft.ranks))
+        costs = [matrix.cost for matrix in matrices]
+        if not self._options.by_shape:
+            return longest_first(costs, loads)
+        return shapes_together(costs, [self._shape(matrix) for matrix in matrices], draft.free, loads)
+
+    def _exchange(
+        self, draft: Draft, matrices: Sequence[Matrix], owners: Sequence[int], work: Mapping[Matrix, int]
+    ) -> tuple[Exchange, list[Copy]]:
+        """The exchange, and the copies of what stays on this rank if that does not go through it."""
+        own = draft.ranks.index(self._rank)
+        by_owner = [
+            [m for m, owner in zip(matrices, owners, strict=True) if owner == index]
+            for index in range(len(draft.ranks))
+        ]
+        through = [
+            index for index in range(len(draft.ranks)) if index != own or self._options.variant.packing != "bucket"
+        ]
+        sends, send_splits = _pack(
+            [
+                [
+                    (m.parameter, r, self._in_update(m, r))
+                    for m in theirs
+                    for r in regions(m, self._segments(m, self._rank))
+                ]
+                if owner in through
+                else []
+                for owner, theirs in enumerate(by_owner)
+            ]
+        )
+        receives, receive_splits = _pack(
+            [
+                [
+                    (m.parameter, r, _in_work(m, r, work))
+                    for m in by_owner[own]
+                    for r in regions(m, self._segments(m, holder))
+                ]
+                if index in through
+                else []
+                for index, holder in enumerate(draft.ranks)
+            ]
+        )
+        moves = [
+            Copy(m.parameter, self._in_update(m, r), _in_work(m, r, work))
+            for m in (by_owner[own] if own not in through else ())
+            for r in regions(m, self._segments(m, self._rank))
+        ]
+        dtype = self._options.wire_dtype(self._parameters[draft.cut[0]].dtype)
+        exchange = Exchange(
+            draft.ranks, tuple(matrices), tuple(owners), sends, receives, send_splits, receive_splits, dtype
+        )
+        return exchange, moves
+
+    def _matrices(self, index: int, *, cut: bool) -> Iterator[Matrix]:
+        """Matrices of a parameter that are cut over this rank's exchange subgroup, or that one rank of it holds
+        whole.
+        """
+        spec, rank = self._parameters[index], self._rank
+        if not spec.subgroup_runs(rank, COLS):
+            return
+        runs = spec.subgroup_runs(rank, ROWS)
+        here = [
+            (row, rows)
+            for row, rows, axes in zip(spec.matrix_starts, spec.matrix_rows, spec.cut_axes(), strict=True)
+            if bool(axes) == cut and any(start < row + rows and row < stop for start, stop in runs)
+        ]
+        for segment in spec.segments(rank)[BATCH]:
+            for batch in range(segment.start, segment.stop):
+                for row, rows in here:
+                    yield Matrix(index, batch, row, rows, spec.cols)
+
+    def _held_whole(self, index: int) -> Iterator[tuple[Matrix, int]]:
+        """The matrices of a parameter that this rank holds whole, and their offsets in its update."""
+        for matrix in self._matrices(index, cut=False):
+            for region in regions(matrix, self._segments(matrix, self._rank)):
+                yield matrix, self._in_update(matrix, region).offset
+
+    def _batches(self, placed: Mapping[Matrix, int], *, in_work: bool, ready: Collection[Matrix]) -> Iterator[Batch]:
+        """Join matrices that lie one after another: of one shape if batches are by shape, else of one parameter as
+        well.
+        """
+        last: Batch | None = None
+        for matrix, offset in placed.items():
+            alike = last is not None and (
+                self._shape(matrix) == (last.rows, last.cols, self._parameters[last.parameter].group)
+                and (last.parameter == matrix.parameter or (in_work and self._options.by_shape))
+                and last.offset + last.numel == offset
+                and last.matrices < self._most(matrix)
+            )
+            if last is not None and alike:
+                last = last._replace(matrices=last.matrices + 1, ready=last.ready and matrix in ready)
+                continue
+            if last is not None:
+                yield last
+            last = Batch(matrix.parameter, offset, 1, matrix.rows, matrix.cols, in_work, matrix in ready)
+        if last is not None:
+            yield last
+
+    def _most(self, matrix: Matrix) -> float:
+        """How many matrices like this one a batch may hold."""
+        if not self._options.by_shape:
+            return math.inf
+        return self._options.max_batch_bytes // batch_bytes(matrix.rows, matrix.cols, self._options.ns_dtype)
+
+    def _too_large(self, matrix: Matrix) -> bool:
+        """Whether the matrices of its parameter on this rank are too large to be stacked with others."""
+        size = local_batch_bytes(self._parameters[matrix.parameter], self._rank, self._options.ns_dtype)
+        return size > self._options.max_batch_bytes
+
+    def _shape(self, matrix: Matrix) -> Shape:
+        return Shape(matrix.rows, matrix.cols, self._parameters[matrix.parameter].group)
+
+    def _segments(self, matrix: Matrix, rank: int) -> tuple[tuple[Segment, ...], ...]:
+        return self._parameters[matrix.parameter].segments(rank)
+
+    def _in_update(self, matrix: Matrix, region: Region) -> Place:
+        """Where a region lies in the contiguous local update of its parameter."""
+        _, rows, cols = self._parameters[matrix.parameter].local_shape3(self._rank)
+        batch, row, col = region.local
+        return rectangle(region.rows, region.cols, cols, (batch * rows + row) * cols + col)
 
 
-def _matrices(spec: ParameterSpec, index: int, rank: int, *, cut: bool) -> Iterator[Matrix]:
-    """The matrices in the exchange subgroup of ``rank`` that are cut over it, or that one rank of it holds whole."""
-    if not spec.subgroup_runs(rank, COLS):
-        return
-    runs = spec.subgroup_runs(rank, ROWS)
-    here = [
-        (row, rows)
-        for row, rows, axes in zip(spec.matrix_starts, spec.matrix_rows, spec.cut_axes(), strict=True)
-        if bool(axes) == cut and any(start < row + rows and row < stop for start, stop in runs)
-    ]
-    for segment in spec.segments(rank)[BATCH]:
-        for batch in range(segment.start, segment.stop):
-            for row, rows in here:
-                yield Matrix(index, batch, row, rows, spec.cols)
+def _in_work(matrix: Matrix, region: Region, work: Mapping[Matrix, int]) -> Place:
+    """Where a region lies in the work buffer, in which whole matrices lie one after another."""
+    offset = work[matrix] + region.row * matrix.cols + region.col
+    return rectangle(region.rows, region.cols, matrix.cols, offset)
 
 
-def _local_batches(parameters: tuple[ParameterSpec, ...], indices: Iterable[int], rank: int) -> tuple[Batch, ...]:
-    batches: list[Batch] = []
-    for index in indices:
-        spec = parameters[index]
-        segments = spec.segments(rank)
-        _, local_rows, _ = spec.local_shape3(rank)
-        placed = []
-        for matrix in _matrices(spec, index, rank, cut=False):
-            for region in regions(matrix, segments):
-                batch, row, _ = region.local
-                placed.append(((batch * local_rows + row) * spec.cols, matrix))
-        batches.extend(_batches(sorted(placed)))
-    return tuple(batches)
-
-
-def _batches(placed: Iterable[tuple[int, Matrix]]) -> list[Batch]:
-    """Join matrices of one parameter and shape that lie one after another; ``placed`` is (element offset, matrix),
-    sorted.
-    """
-    batches: list[Batch] = []
-    for offset, matrix in placed:
-        last = batches[-1] if batches else None
-        if (
-            last
-            and (last.parameter, last.rows, last.cols) == (matrix.parameter, matrix.rows, matrix.cols)
-            and last.offset + last.numel == offset
-            and min(matrix.rows, matrix.cols) >= MIN_BATCHED_SIDE
-        ):
-            batches[-1] = last._replace(matrices=last.matrices + 1)
-        else:
-            batches.append(Batch(matrix.parameter, offset, 1, matrix.rows, matrix.cols))
-    return batches
-
-
-def _plan_exchange(
-    parameters: tuple[ParameterSpec, ...],
-    indices: list[int],
-    rank: int,
-    ranks: tuple[int, ...],
-    dtype: torch.dtype,
-    loads: dict[tuple[int, ...], list[int]],
-) -> tuple[Exchange | None, tuple[Batch, ...]]:
-    matrices = tuple(matrix for index in indices for matrix in _matrices(parameters[index], index, rank, cut=True))
-    if not matrices:  # an expert group that holds no experts
-        return None, ()
-    own = ranks.index(rank)
-    owners = longest_first([matrix.cost for matrix in matrices], loads.setdefault(ranks, [0] * len(ranks)))
-    owned = [index for index, owner in enumerate(owners) if owner == own]
-    staging = dict(
-        zip(owned, itertools.accumulate((matrices[index].numel for index in owned), initial=0), strict=False)
-    )
-
-    by_owner: list[list[int]] = [[] for _ in ranks]
-    for index, owner in enumerate(owners):
-        by_owner[owner].append(index)
-    send_order = [by_owner[owner] for owner in range(len(ranks))]
-    segments = {index: parameters[index].segments(rank) for index in indices}
-    sends, send_splits = _pack(
-        [[(m, regions(matrices[m], segments[matrices[m].parameter])) for m in part] for part in send_order]
-    )
-    receive_order = []
-    for holder in ranks:
-        theirs = {matrices[m].parameter: parameters[matrices[m].parameter].segments(holder) for m in owned}
-        receive_order.append([(m, regions(matrices[m], theirs[matrices[m].parameter])) for m in owned])
-    receives, receive_splits = _pack(receive_order)
-    exchange = Exchange(ranks, matrices, tuple(owners), sends, receives, send_splits, receive_splits, staging, dtype)
-    return exchange, tuple(_batches((staging[index], matrices[index]) for index in owned))
-
-
-def _pack(parts: Iterable[list[tuple[int, list[Region]]]]) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
-    """Lay regions one after another, part by part (a part is what one peer sends or gets): transfers and split
-    sizes.
-    """
-    transfers: list[Transfer] = []
+def _pack(parts: Iterable[Sequence[tuple[int, Region, Place]]]) -> tuple[tuple[Copy, ...], tuple[int, ...]]:
+    """Pack regions one after another, part by part (a part is what one peer gets or sends): copies and split sizes."""
+    copies: list[Copy] = []
     splits: list[int] = []
     offset = 0
     for part in parts:
         begin = offset
-        for matrix, found in part:
-            for region in found:
-                transfers.append(Transfer(matrix, region, offset))
-                offset += region.numel
+        for parameter, region, place in part:
+            copies.append(Copy(parameter, place, rectangle(region.rows, region.cols, region.cols, offset)))
+            offset += region.numel
         splits.append(offset - begin)
-    return tuple(transfers), tuple(splits)
-
-
-def longest_first(costs: Sequence[int], totals: list[int]) -> list[int]:
-    """Owner of each job: the longest job first, to the worker with the least work.
-
-    Ties go to the worker with the least in ``totals``, then to the lowest; jobs of one cost keep their order.
-
-    Args:
-        costs: of each job.
-        totals: what each worker was given before; this round is added to it.
-    """
-    heap = [(0, total, worker) for worker, total in enumerate(totals)]
-    heapq.heapify(heap)
-    owners = [0] * len(costs)
-    for job in sorted(range(len(costs)), key=lambda job: -costs[job]):
-        load, total, worker = heapq.heappop(heap)
-        owners[job] = worker
-        totals[worker] += costs[job]
-        heapq.heappush(heap, (load + costs[job], total, worker))
-    return owners
+    return tuple(copies), tuple(splits)

@@ -11,19 +11,23 @@ stages without an exchange that follow it have computed, so they fill the wait f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from distmuon import elementwise
+from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
 from distmuon.newton_schulz import orthogonalize_
-from distmuon.packing import copy_regions_
-from distmuon.plan import Batch, Exchange, Plan, Stage, Transfer
+from distmuon.packing import batched_copy_, group_copies
+from distmuon.placement import ParameterSpec
+from distmuon.places import Place
+from distmuon.plan import Plan
 from distmuon.ranges import phase
-from distmuon.variants import Variant
+from distmuon.schedule import Copy, Stage
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """The local tensors of a parameter, each as (batch, rows, cols), and its settings."""
+    """The local tensors of a parameter, as they are stored, and its settings."""
 
     parameter: Tensor
     gradient: Tensor
@@ -56,214 +60,221 @@ class LocalParameter:
     settings: Settings
 
 
-class Place(NamedTuple):
-    """Where a region or a batch lies in a contiguous tensor: ``size``, ``stride`` and ``offset``, in elements."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The view of ``tensor``."""
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
-
-
-def _rectangle(rows: int, cols: int, width: int, offset: int) -> Place:
-    """A rectangle in rows of ``width``; one row has the stride of a dense one, as fused copies compare strides."""
-    return Place((rows, cols), (width if rows > 1 else cols, 1), offset)
-
-
-def _batch(batch: Batch) -> Place:
-    """One matrix as 2-D, several as 3-D."""
-    rows, cols = batch.rows, batch.cols
-    if batch.matrices == 1:
-        return Place((rows, cols), (cols, 1), batch.offset)
-    return Place((batch.matrices, rows, cols), (rows * cols, cols, 1), batch.offset)
-
-
 class StepRunner:
     """Runs the steps of a plan.
 
     Args:
         plan: this rank's plan.
-        exchanger: for the plan's exchanges.
-        variant: the ways of packing.
-        ns_dtype: of Newton-Schulz.
+        buffers: of the plan.
+        exchanger: for its exchanges.
     """
 
-    def __init__(self, plan: Plan, exchanger: Exchanger, variant: Variant, ns_dtype: torch.dtype) -> None:
-        self._stages = [_StageRunner(stage, plan, exchanger, variant, ns_dtype) for stage in plan.stages]
+    def __init__(self, plan: Plan, buffers: Buffers, exchanger: Exchanger) -> None:
+        self._stages = [_StageRunner(stage, plan, buffers, exchanger) for stage in plan.stages]
 
     def run(self, tensors: Sequence[LocalParameter]) -> None:
         """Update the parameters in place; ``tensors`` has one entry for each parameter of the plan."""
-        exchanging = iter([stage for stage in self._stages if stage.exchanges])
-        unfinished: _StageRunner | None = None
-        upcoming = next(exchanging, None)
+        upcoming = [stage for stage in self._stages if stage.exchanges]
+        unfinished: list[_StageRunner] = []
+        hide = bool(upcoming)  # the first exchange, which no earlier stage hides, behind what is ready
         if upcoming:
-            upcoming.begin(tensors)
+            upcoming.pop(0).begin(tensors)
         for stage in self._stages:
             if not stage.exchanges:
                 stage.begin(tensors)
                 stage.compute(tensors)
                 stage.finish(tensors)
                 continue
-            if unfinished:  # it has the slot that the next exchange needs
-                unfinished.finish(tensors)
-            upcoming = next(exchanging, None)
             if upcoming:
-                upcoming.begin(tensors)
-            stage.compute(tensors)
-            unfinished = stage
-        if unfinished:
-            unfinished.finish(tensors)
+                if unfinished:  # it has the slot that the next exchange needs
+                    unfinished.pop().finish(tensors)
+                upcoming.pop(0).begin(tensors)
+            stage.compute(tensors, ready_first=hide)
+            hide = False
+            unfinished.append(stage)
+        for stage in unfinished:
+            stage.finish(tensors)
 
 
-class _Copy(NamedTuple):
-    """A region that travels: its view of the packed buffer, and its place in the unpacked tensor."""
+class _Link(NamedTuple):
+    """A copy between an update and a buffer: ``place`` in the update of ``parameter``, None for all of it; ``view`` of
+    the buffer.
+    """
 
-    packed: Tensor
-    place: Place
+    parameter: int
+    place: Place | None
+    view: Tensor
+
+    def of(self, updates: Mapping[int, Tensor]) -> Tensor:
+        """The other side."""
+        update = updates[self.parameter]
+        return update if self.place is None else self.place.of(update)
 
 
 class _StageRunner:
-    """One stage; views of the packed buffers and places in other tensors are made once."""
+    """One stage. Views of buffers, places in updates and lists of what is handled together are made once."""
 
-    def __init__(self, stage: Stage, plan: Plan, exchanger: Exchanger, variant: Variant, ns_dtype: torch.dtype) -> None:
+    def __init__(self, stage: Stage, plan: Plan, buffers: Buffers, exchanger: Exchanger) -> None:
         self._stage = stage
         self._exchanger = exchanger
-        self._packing = variant.packing
-        self._ns_dtype = ns_dtype
-        self._device = exchanger.device
-        self._local = [(batch.parameter, _batch(batch)) for batch in stage.local]
-        self._owned = [(batch.parameter, _batch(batch)) for batch in stage.owned]
+        self._ns_dtype = plan.options.ns_dtype
         self._pieces = {index: plan.pieces(index) for index in stage.parameters}
-        self._cols = {index: plan.parameters[index].cols for index in stage.parameters}
+        self._specs = {index: plan.parameters[index] for index in stage.parameters}
         self._sources: dict[int, Tensor] = {}
         self._updates: dict[int, Tensor] = {}
+        # What one call of an elementwise operator takes: all that share a group and a dtype, or one parameter.
+        together: dict[object, list[int]] = {}
+        for index, spec in self._specs.items():
+            key = (spec.group, spec.dtype) if plan.options.variant.elementwise == "bucket" else index
+            together.setdefault(key, []).append(index)
+        self._together = list(together.values())
+        self._fused = plan.options.variant.elementwise == "bucket"
+
+        work = buffers.work(stage)
+        self._in_work = [(batch, batch.place.of(work)) for batch in stage.batches if batch.in_work]
+        self._in_update = [batch for batch in stage.batches if not batch.in_work]
+        packing = plan.options.variant.packing
+        shapes = {index: spec.local_shape(plan.rank) for index, spec in self._specs.items()}
+        self._outward = _links(group_copies(packing, stage.moves), work, shapes)
+        self._arriving: list[tuple[list[Tensor], list[Tensor]]] = []
         if exchange := stage.exchange:
-            shapes = {index: plan.parameters[index].local_shape3(plan.rank) for index in stage.parameters}
-
-            def held(transfer: Transfer) -> Place:
-                _, rows, cols = shapes[exchange.matrices[transfer.matrix].parameter]
-                region = transfer.region
-                batch, row, col = region.local
-                return _rectangle(region.rows, region.cols, cols, (batch * rows + row) * cols + col)
-
-            def staged(transfer: Transfer) -> Place:
-                cols, region = exchange.matrices[transfer.matrix].cols, transfer.region
-                offset = exchange.staging[transfer.matrix] + region.row * cols + region.col
-                return _rectangle(region.rows, region.cols, cols, offset)
-
-            holder = exchanger.holder_buffer(stage.name, exchange)
-            owner = exchanger.owner_buffer(stage.name, exchange)
-            self._sends = _by_parameter(exchange, exchange.sends, holder, held)
-            self._receives = _by_parameter(exchange, exchange.receives, owner, staged)
+            self._outward += _links(group_copies(packing, exchange.sends), buffers.holder(stage), shapes)
+            owner = buffers.owner(stage)
+            self._arriving = [
+                ([copy.place.of(work) for copy in group], [copy.packed.of(owner) for copy in group])
+                for group in group_copies(packing, exchange.receives)
+            ]
+        if packing == "bucket":
+            self._outward = _merge(self._outward, self._specs)
 
     @property
     def exchanges(self) -> bool:
+        """Whether anything travels."""
         return self._stage.exchange is not None
 
     def begin(self, tensors: Sequence[LocalParameter]) -> None:
-        stage = self._stage
-        with phase("momentum", stage.name):
-            for index in stage.parameters:
-                self._begin_update(index, tensors[index])
-        if stage.exchange:
-            with phase("pack", stage.name):
-                copy_regions_(
-                    self._packing,
-                    (
-                        ([copy.packed for copy in copies], [copy.place.of(self._sources[index]) for copy in copies])
-                        for index, copies in self._sends.items()
-                    ),
-                )
-            self._exchanger.send(stage.name, stage.exchange)
+        """Momentum, Nesterov update, pack, start the exchange."""
+        with phase("momentum", self._stage.name):
+            for indices in self._together:
+                self._begin_updates(indices, [tensors[index] for index in indices])
+        with phase("pack", self._stage.name):
+            for group in self._outward:
+                batched_copy_([link.view for link in group], [link.of(self._sources) for link in group])
+        if self.exchanges:
+            self._exchanger.send(self._stage)
 
-    def compute(self, tensors: Sequence[LocalParameter]) -> None:
-        stage = self._stage
-        if exchange := stage.exchange:
-            self._exchanger.wait(stage.name)
-            staging = torch.empty(exchange.staging_numel, dtype=exchange.dtype, device=self._device)
-            unpacked = [
-                ([copy.place.of(staging) for copy in copies], [copy.packed for copy in copies])
-                for copies in self._receives.values()
-            ]
-            with phase("unpack", stage.name):
-                copy_regions_(self._packing, unpacked)
-            with phase("newton_schulz", stage.name):
-                for index, place in self._owned:
-                    matrices = place.of(staging)
-                    self._orthogonalize_(matrices, matrices, tensors[index].settings)
-            with phase("repack", stage.name):
-                copy_regions_(self._packing, ((packed, places) for places, packed in unpacked))
-            self._exchanger.send_back(stage.name, exchange)
-        with phase("newton_schulz", stage.name):
-            for index, place in self._local:
-                out, matrices = place.of(self._updates[index]), place.of(self._sources[index])
-                self._orthogonalize_(out, matrices, tensors[index].settings)
+    def compute(self, tensors: Sequence[LocalParameter], *, ready_first: bool = True) -> None:
+        """Newton-Schulz: what arrives, and what is ready before it or while the results are on their way back."""
+        name = self._stage.name
+        if ready_first:
+            self._orthogonalize_ready(tensors)
+        if self.exchanges:
+            self._exchanger.wait(self._stage)
+            with phase("unpack", name):
+                for places, packed in self._arriving:
+                    batched_copy_(places, packed)
+            with phase("newton_schulz", name):
+                for batch, matrices in self._in_work:
+                    if not batch.ready:
+                        self._orthogonalize_(matrices, None, tensors[batch.parameter].settings)
+            with phase("repack", name):
+                for places, packed in self._arriving:
+                    batched_copy_(packed, places)
+            self._exchanger.send_back(self._stage)
+        if not ready_first:
+            self._orthogonalize_ready(tensors)
 
     def finish(self, tensors: Sequence[LocalParameter]) -> None:
-        stage = self._stage
-        if stage.exchange:
-            self._exchanger.wait(stage.name)
-            with phase("return_unpack", stage.name):
-                copy_regions_(
-                    self._packing,
-                    (
-                        ([copy.place.of(self._updates[index]) for copy in copies], [copy.packed for copy in copies])
-                        for index, copies in self._sends.items()
-                    ),
-                )
-        with phase("apply", stage.name):
-            for index in stage.parameters:
-                self._apply(index, tensors[index])
+        """Wait for the results, unpack them into the updates, weight decay, update."""
+        if self.exchanges:
+            self._exchanger.wait(self._stage)
+        with phase("return_unpack", self._stage.name):
+            for group in self._outward:
+                batched_copy_([link.of(self._updates) for link in group], [link.view for link in group])
+        with phase("apply", self._stage.name):
+            self._apply(tensors)
         self._sources.clear()
         self._updates.clear()
 
-    def _begin_update(self, index: int, local: LocalParameter) -> None:
-        """Momentum, and what is to be orthogonalised: a contiguous source, never the momentum itself changed."""
-        settings = local.settings
-        local.momentum.lerp_(local.gradient, 1 - settings.momentum)
-        update = torch.empty_like(local.momentum, memory_format=torch.contiguous_format)
-        self._updates[index] = update
+    def _begin_updates(self, indices: Sequence[int], local: Sequence[LocalParameter]) -> None:
+        """Momentum, and what is to be orthogonalised: contiguous, and never the momentum itself changed."""
+        settings = local[0].settings
+        momenta, gradients = [each.momentum for each in local], [each.gradient for each in local]
+        elementwise.lerp_(self._fused, momenta, gradients, 1 - settings.momentum)
         if settings.nesterov:
-            self._sources[index] = torch.lerp(local.gradient, local.momentum, settings.momentum, out=update)
+            mixed = elementwise.lerp(self._fused, gradients, momenta, settings.momentum)
+            self._sources |= {index: tensor.contiguous() for index, tensor in zip(indices, mixed, strict=True)}
+            self._updates |= {index: self._sources[index] for index in indices}
         else:
-            self._sources[index] = local.momentum.contiguous()
+            self._sources |= {index: tensor.contiguous() for index, tensor in zip(indices, momenta, strict=True)}
+            self._updates |= {index: torch.empty_like(self._sources[index]) for index in indices}
 
-    def _orthogonalize_(self, out: Tensor, matrices: Tensor, settings: Settings) -> None:
+    def _orthogonalize_ready(self, tensors: Sequence[LocalParameter]) -> None:
+        with phase("newton_schulz", self._stage.name):
+            for batch, matrices in self._in_work:
+                if batch.ready:
+                    self._orthogonalize_(matrices, None, tensors[batch.parameter].settings)
+            for batch in self._in_update:
+                out, matrices = (
+                    batch.place.of(self._updates[batch.parameter]),
+                    batch.place.of(self._sources[batch.parameter]),
+                )
+                self._orthogonalize_(matrices, out, tensors[batch.parameter].settings)
+
+    def _orthogonalize_(self, matrices: Tensor, out: Tensor | None, settings: Settings) -> None:
         orthogonalize_(
-            out,
             matrices,
+            out,
             ns_coefficients=settings.ns_coefficients,
             ns_steps=settings.ns_steps,
             eps=settings.eps,
             ns_dtype=self._ns_dtype,
         )
 
-    def _apply(self, index: int, local: LocalParameter) -> None:
-        settings, parameter, update = local.settings, local.parameter, self._updates[index]
-        parameter.mul_(1 - settings.lr * settings.weight_decay)
-        pieces = self._pieces[index]
-        for row, rows, matrix_rows in pieces:
-            target, change = parameter, update
-            if len(pieces) > 1:
-                target, change = parameter.narrow(1, row, rows), update.narrow(1, row, rows)
-            if matrix_rows > self._cols[index] and change.dtype == torch.bfloat16 and change.device.type == "cpu":
-                # torch.optim.Muon adds the transpose of a wide result here. On a CPU a strided bf16 operand is rounded
-                # before it is added, a dense one is not.
-                change = change.mT.contiguous().mT
-            target.add_(change, alpha=-settings.adjusted_lr(matrix_rows, self._cols[index]))
+    def _apply(self, tensors: Sequence[LocalParameter]) -> None:
+        """Weight decay and update; pieces of one learning rate are handled together."""
+        for indices in self._together:
+            settings = tensors[indices[0]].settings
+            parameters = [tensors[index].parameter for index in indices]
+            elementwise.mul_(self._fused, parameters, 1 - settings.lr * settings.weight_decay)
+            scaled: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+            for index, parameter in zip(indices, parameters, strict=True):
+                for row, rows, matrix_rows in self._pieces[index]:
+                    target, change = parameter, self._updates[index]
+                    cols = self._specs[index].cols
+                    if len(self._pieces[index]) > 1:
+                        target, change = target.narrow(-2, row, rows), change.narrow(-2, row, rows)
+                    if matrix_rows > cols and change.dtype == torch.bfloat16 and change.device.type == "cpu":
+                        # torch.optim.Muon adds the transpose of a wide result here. On a CPU a strided bf16 operand is
+                        # rounded before it is added, a dense one is not.
+                        change = change.mT.contiguous().mT
+                    targets, changes = scaled.setdefault(settings.adjusted_lr(matrix_rows, cols), ([], []))
+                    targets.append(target)
+                    changes.append(change)
+            for lr, (targets, changes) in scaled.items():
+                elementwise.add_(self._fused, targets, changes, -lr)
 
 
-def _by_parameter(
-    exchange: Exchange, transfers: Iterable[Transfer], buffer: Tensor, place: Callable[[Transfer], Place]
-) -> dict[int, list[_Copy]]:
-    """The copies of each parameter, for a packed buffer on one side and places in another tensor."""
-    copies: dict[int, list[_Copy]] = {}
-    for transfer in transfers:
-        rows, cols = transfer.region.rows, transfer.region.cols
-        packed = _rectangle(rows, cols, cols, transfer.offset).of(buffer)
-        parameter = exchange.matrices[transfer.matrix].parameter
-        copies.setdefault(parameter, []).append(_Copy(packed, place(transfer)))
-    return copies
+def _links(
+    groups: Sequence[Sequence[Copy]], buffer: Tensor, shapes: Mapping[int, tuple[int, ...]]
+) -> list[list[_Link]]:
+    """Copies as views of the buffer; one that is all of an update takes its shape, so that it needs no view of that."""
+    return [[_link(copy, buffer, shapes[copy.parameter]) for copy in group] for group in groups]
+
+
+def _link(copy: Copy, buffer: Tensor, shape: tuple[int, ...]) -> _Link:
+    if copy.place.numel == math.prod(shape) and copy.place.dense and copy.packed.dense:
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return _Link(copy.parameter, None, Place(shape, stride, copy.packed.offset).of(buffer))
+    return _Link(copy.parameter, copy.place, copy.packed.of(buffer))
+
+
+def _merge(groups: Sequence[list[_Link]], specs: Mapping[int, ParameterSpec]) -> list[list[_Link]]:
+    """Join the dense groups of several buffers where both sides have one dtype each."""
+    merged: dict[object, list[_Link]] = {}
+    for group in groups:
+        for link in group:
+            dense = link.view.is_contiguous() and (link.place is None or link.place.dense)
+            key = (link.view.dtype, specs[link.parameter].dtype) if dense else id(link)
+            merged.setdefault(key, []).append(link)
+    return list(merged.values())

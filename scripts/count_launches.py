@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--workload", type=one_of("workload", WORKLOADS), default="kimi-debug")
     parser.add_argument("--ranks", type=int, help="default: the workload's own")
     parser.add_argument("--ep", type=int, help="expert-parallel degree; default: the workload's own")
-    parser.add_argument("--variant", type=one_of("variant", VARIANTS), default="batched")
+    parser.add_argument("--variant", type=one_of("variant", VARIANTS), default="fused")
     parser.add_argument("--ns-algorithm", type=one_of("ns_algorithm", NS_ALGORITHMS), default="standard")
     parser.add_argument("--buckets", type=one_of("buckets", BUCKETS), default="published")
     parser.add_argument("--toolchain", type=one_of("toolchain", TOOLCHAINS), default="rocm", help="limits of a launch")

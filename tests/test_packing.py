@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmuon import batched_copy_
-from distmuon.packing import copy_regions_
+from distmuon.packing import group_copies
+from distmuon.places import Place, rectangle
+from distmuon.schedule import Copy
 
 
 class Dispatched(TorchDispatchMode):
@@ -85,16 +87,49 @@ def test_a_pair_of_different_shapes_is_named_before_anything_is_copied(pairs):
     assert not any(destination.any() for destination in destinations)
 
 
+def copies(*places: tuple[int, Place, Place]) -> list[Copy]:
+    return [Copy(*place) for place in places]
+
+
+TWO_PARAMETERS = copies(
+    (0, rectangle(2, 4, 4, 0), rectangle(2, 4, 4, 0)),
+    (1, rectangle(3, 4, 4, 0), rectangle(3, 4, 4, 8)),
+    (0, rectangle(1, 4, 4, 12), rectangle(1, 4, 4, 20)),
+)
+
+
 def test_region_packing_copies_each_region_by_itself():
-    copies = [([torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)])]
-    with Dispatched() as watch:
-        copy_regions_("region", copies)
-    assert watch.names == ["aten.copy_.default"] * 2
+    assert group_copies("region", TWO_PARAMETERS) == [[copy] for copy in TWO_PARAMETERS]
 
 
 def test_parameter_packing_makes_one_call_a_parameter():
-    two = ([torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)])
-    one = ([torch.zeros(2)], [torch.ones(2)])
-    with Dispatched() as watch:
-        copy_regions_("parameter", [two, one, two])
-    assert watch.names == ["aten._foreach_copy_.default", "aten.copy_.default", "aten._foreach_copy_.default"]
+    first, second, third = TWO_PARAMETERS
+    assert group_copies("parameter", TWO_PARAMETERS) == [[first, third], [second]]
+
+
+def test_bucket_packing_makes_one_call_of_all_and_joins_what_is_contiguous():
+    follow = copies(
+        (0, rectangle(2, 4, 4, 0), rectangle(2, 4, 4, 40)), (0, rectangle(1, 4, 4, 8), rectangle(1, 4, 4, 48))
+    )
+    (group,) = group_copies("bucket", [*TWO_PARAMETERS, *follow])
+    assert [copy.place.size for copy in group] == [(8,), (12,), (4,), (12,)]
+
+
+def test_column_blocks_of_several_matrices_are_one_strided_copy():
+    """Column blocks of 5 matrices from 3 holders: 15 regions that no fused copy takes, and one copy that does it."""
+    rows, cols, matrices, holders = 6, 12, 5, 3
+    width = cols // holders
+    regions = [
+        (0, rectangle(rows, width, cols, matrix * rows * cols + holder * width), rectangle(rows, width, width, offset))
+        for holder in range(holders)
+        for matrix, offset in enumerate(range(holder * matrices * rows * width, 10**6, rows * width))
+        if matrix < matrices
+    ]
+    ((copy,),) = group_copies("bucket", copies(*regions))
+    work, packed = torch.zeros(matrices * rows * cols), torch.arange(float(matrices * rows * cols))
+    copy.place.of(work).copy_(copy.packed.of(packed))
+    expected = torch.zeros(matrices * rows * cols)
+    for _, place, source in regions:
+        place.of(expected).copy_(source.of(packed))
+    assert torch.equal(work, expected)
+    assert sorted(work.tolist()) == packed.tolist()

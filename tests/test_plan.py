@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from distmuon import PUBLISHED_BUCKETS, plan_for
+from distmuon import PUBLISHED_BUCKETS, VARIANTS, plan_for
+from distmuon.owners import IMBALANCE, longest_first, shapes_together
 from distmuon.placement import ParameterSpec, Storage
-from distmuon.plan import MIN_BATCHED_SIDE, longest_first, plan_step
+from distmuon.plan import PlanOptions, plan_step
 
 
 def local_numbers(spec: ParameterSpec, rank: int) -> torch.Tensor:
@@ -30,114 +31,127 @@ def local_numbers(spec: ParameterSpec, rank: int) -> torch.Tensor:
     return numbers.unsqueeze(0) if numbers.ndim == 2 else numbers
 
 
-def step_on_numbers(specs: list[ParameterSpec], ranks: int) -> None:
-    """Replay all ranks' plans on numbered elements; a matrix is 'orthogonalised' by adding a million."""
-    plans = [plan_step(specs, rank) for rank in range(ranks)]
-    held = [[local_numbers(spec, rank) for spec in specs] for rank in range(ranks)]
-    results = [[torch.full_like(local, -1) for local in locals_] for locals_ in held]
-    whole = [torch.arange(math.prod(spec.shape)).view(spec.shape3) for spec in specs]
-    times_computed = [torch.zeros_like(numbers) for numbers in whole]
+class Replay:
+    """All ranks' plans on numbered elements, in which a matrix is 'orthogonalised' by adding DONE to its numbers."""
 
-    def check_matrix(parameter: int, numbers: torch.Tensor) -> torch.Tensor:
-        """It is a matrix of the parameter, complete and in order."""
-        spec = specs[parameter]
-        batch, inside = divmod(int(numbers[0, 0]), spec.shape3[1] * spec.cols)
-        row = inside // spec.cols
-        assert (row, numbers.shape[0]) in list(zip(spec.matrix_starts, spec.matrix_rows, strict=True))
-        assert torch.equal(numbers, whole[parameter][batch, row : row + numbers.shape[0]])
-        times_computed[parameter][batch, row : row + numbers.shape[0]] += 1
-        return numbers + 1_000_000
+    def __init__(self, specs: list[ParameterSpec], ranks: int, options: PlanOptions) -> None:
+        self.specs = specs
+        self.plans = [plan_step(specs, rank, options) for rank in range(ranks)]
+        self.held = [[local_numbers(spec, rank).contiguous() for spec in specs] for rank in range(ranks)]
+        self.results = [[torch.full_like(local, -1) for local in locals_] for locals_ in self.held]
+        self.whole = [torch.arange(math.prod(spec.shape)).view(spec.shape3) for spec in specs]
+        self.computed = [torch.zeros_like(numbers) for numbers in self.whole]
 
-    for rank, plan in enumerate(plans):
-        for stage in plan.stages:
-            for batch in stage.local:
-                flat, result = held[rank][batch.parameter].reshape(-1), results[rank][batch.parameter].view(-1)
-                for index in range(batch.matrices):
-                    numel = batch.rows * batch.cols
-                    part = slice(batch.offset + index * numel, batch.offset + (index + 1) * numel)
-                    result[part] = check_matrix(batch.parameter, flat[part].view(batch.rows, batch.cols)).reshape(-1)
-
-    def of(local: torch.Tensor, transfer) -> torch.Tensor:
-        batch, row, col = transfer.region.local
-        return local[batch, row : row + transfer.region.rows, col : col + transfer.region.cols]
-
-    def packed(rank: int, stage) -> torch.Tensor:
-        buffer = torch.full((stage.exchange.send_numel,), -1)
-        for transfer in stage.exchange.sends:
-            parameter = stage.exchange.matrices[transfer.matrix].parameter
-            part = slice(transfer.offset, transfer.offset + transfer.region.numel)
-            assert (buffer[part] == -1).all()
-            buffer[part] = of(held[rank][parameter], transfer).reshape(-1)
-        return buffer
-
-    def exchange(buffers: list[torch.Tensor], splits: list[tuple[int, ...]]) -> list[torch.Tensor]:
-        """What ``all_to_all_single`` does."""
-        parts = [buffer.split(split) for buffer, split in zip(buffers, splits, strict=True)]
-        return [torch.cat([theirs[index] for theirs in parts]) for index in range(len(buffers))]
-
-    def unit(stage) -> tuple:
-        return (stage.name, stage.exchange.ranks)
-
-    exchanging = [[stage for stage in plan.stages if stage.exchange] for plan in plans]
-    for ranks_of_unit in {unit(stage) for stages in exchanging for stage in stages}:
-        members = {
-            rank: stage for rank, stages in enumerate(exchanging) for stage in stages if unit(stage) == ranks_of_unit
+    def run(self) -> None:
+        """Every stage of every rank; ranks of one exchange together."""
+        work = [[torch.full((stage.work_numel,), -1) for stage in plan.stages] for plan in self.plans]
+        for rank, plan in enumerate(self.plans):
+            for stage, buffer in zip(plan.stages, work[rank], strict=True):
+                for copy in stage.moves:
+                    self.fill(copy.packed.of(buffer), copy.place.of(self.held[rank][copy.parameter]))
+        exchanging = {
+            (stage.name, stage.exchange.ranks) for plan in self.plans for stage in plan.stages if stage.exchange
         }
-        assert list(members) == sorted(ranks_of_unit[1]), "every rank of the group joins"
-        order = [members[rank] for rank in ranks_of_unit[1]]
-        assert len({(stage.exchange.matrices, stage.exchange.owners) for stage in order}) == 1
-        buffers = [packed(rank, members[rank]) for rank in ranks_of_unit[1]]
-        assert not any((buffer == -1).any() for buffer in buffers), "nothing is padded"
-        arrived = exchange(buffers, [stage.exchange.send_splits for stage in order])
-        back = []
-        for stage, buffer in zip(order, arrived, strict=True):
-            assert len(buffer) == stage.exchange.receive_numel
-            staging = torch.full((stage.exchange.staging_numel,), -1)
-            done = buffer.clone()
-            for phase in ("unpack", "compute", "repack"):
-                if phase == "compute":
-                    for batch in stage.owned:
-                        for numbers in staging[batch.offset : batch.offset + batch.numel].view(
-                            -1, batch.rows, batch.cols
-                        ):
-                            numbers.copy_(check_matrix(batch.parameter, numbers.clone()))
-                    continue
-                for transfer in stage.exchange.receives:
-                    matrix = stage.exchange.matrices[transfer.matrix]
-                    start = stage.exchange.staging[transfer.matrix]
-                    target = staging[start : start + matrix.numel].view(matrix.rows, matrix.cols)
-                    region = transfer.region
-                    area = target[region.row : region.row + region.rows, region.col : region.col + region.cols]
-                    part = slice(transfer.offset, transfer.offset + region.numel)
-                    if phase == "unpack":
-                        area.copy_(buffer[part].view(region.rows, region.cols))
-                    else:
-                        done[part] = area.reshape(-1)
-            back.append(done)
-        returned = exchange(back, [stage.exchange.receive_splits for stage in order])
-        for rank, stage, buffer in zip(ranks_of_unit[1], order, returned, strict=True):
-            for transfer in stage.exchange.sends:
-                parameter = stage.exchange.matrices[transfer.matrix].parameter
-                part = buffer[transfer.offset : transfer.offset + transfer.region.numel]
-                area = of(results[rank][parameter], transfer)
-                assert (area == -1).all(), "written once"
-                area.copy_(part.view(area.shape))
+        joined = {key: self.members(*key) for key in sorted(exchanging)}
+        for (_, ranks), members in joined.items():
+            assert sorted(members) == sorted(ranks), "every rank of the group joins"
+            stages = [self.plans[rank].stages[members[rank]] for rank in ranks]
+            assert len({(stage.exchange.matrices, stage.exchange.owners) for stage in stages}) == 1
+            buffers = []
+            for rank, stage in zip(ranks, stages, strict=True):
+                buffers.append(torch.full((stage.exchange.send_numel,), -1))
+                for copy in stage.exchange.sends:
+                    self.fill(copy.packed.of(buffers[-1]), copy.place.of(self.held[rank][copy.parameter]))
+                assert not (buffers[-1] == -1).any(), "nothing is padded"
+            arrived = all_to_all(buffers, [stage.exchange.send_splits for stage in stages])
+            for rank, stage, packed in zip(ranks, stages, arrived, strict=True):
+                assert len(packed) == stage.exchange.receive_numel
+                for copy in stage.exchange.receives:
+                    self.fill(copy.place.of(work[rank][members[rank]]), copy.packed.of(packed))
+        for rank, plan in enumerate(self.plans):
+            for stage, buffer in zip(plan.stages, work[rank], strict=True):
+                assert not (buffer == -1).any(), "the work buffer holds whole matrices"
+                for batch in stage.batches:
+                    held, result = self.held[rank][batch.parameter], self.results[rank][batch.parameter]
+                    source, target = (buffer, buffer) if batch.in_work else (held, result)
+                    shape = (batch.matrices, batch.rows, batch.cols)
+                    numbers = batch.place.of(source).reshape(shape)
+                    target.view(-1)[batch.offset : batch.offset + batch.numel] = self.orthogonalize(numbers).flatten()
+                for copy in stage.moves:
+                    self.fill(copy.place.of(self.results[rank][copy.parameter]), copy.packed.of(buffer))
+        for (_, ranks), members in joined.items():
+            stages = [self.plans[rank].stages[members[rank]] for rank in ranks]
+            buffers = []
+            for rank, stage in zip(ranks, stages, strict=True):
+                buffers.append(torch.full((stage.exchange.receive_numel,), -1))
+                for copy in stage.exchange.receives:
+                    self.fill(copy.packed.of(buffers[-1]), copy.place.of(work[rank][members[rank]]))
+            for rank, stage, packed in zip(
+                ranks, stages, all_to_all(buffers, [stage.exchange.receive_splits for stage in stages]), strict=True
+            ):
+                for copy in stage.exchange.sends:
+                    self.fill(copy.place.of(self.results[rank][copy.parameter]), copy.packed.of(packed))
 
-    for rank in range(ranks):
-        for result, local in zip(results[rank], held[rank], strict=True):
-            assert torch.equal(result, local + 1_000_000)
-    replicas = [
-        math.prod(
-            size
-            for placement, size in zip(spec.storage.placements, spec.storage.mesh_shape, strict=True)
-            if isinstance(placement, Replicate)
+    def members(self, name: str, ranks: tuple[int, ...]) -> dict[int, int]:
+        """Position of the stage in each rank's plan."""
+        return {
+            rank: index
+            for rank, plan in enumerate(self.plans)
+            for index, stage in enumerate(plan.stages)
+            if stage.exchange and (stage.name, stage.exchange.ranks) == (name, ranks)
+        }
+
+    @staticmethod
+    def fill(area: torch.Tensor, numbers: torch.Tensor) -> None:
+        assert (area == -1).all(), "written once"
+        area.copy_(numbers)
+
+    def orthogonalize(self, batch: torch.Tensor) -> torch.Tensor:
+        """Each must be a matrix of some parameter, complete and in order; parameters are told apart by trying."""
+        for numbers in batch:
+            for spec, whole, computed in zip(self.specs, self.whole, self.computed, strict=True):
+                number, inside = divmod(int(numbers[0, 0]), spec.shape3[1] * spec.cols)
+                row = inside // spec.cols
+                place = number, slice(row, row + numbers.shape[0])
+                if (row, numbers.shape[0]) in zip(spec.matrix_starts, spec.matrix_rows, strict=True) and (
+                    number < spec.shape3[0] and torch.equal(numbers, whole[place])
+                ):
+                    computed[place] += 1
+                    break
+            else:
+                raise AssertionError(f"no parameter has this matrix: {numbers}")
+        return batch + DONE
+
+    def check(self) -> None:
+        """Every holder has every result, and nothing was computed more often than there are replicas."""
+        for held, results in zip(self.held, self.results, strict=True):
+            assert all(torch.equal(result, local + DONE) for local, result in zip(held, results, strict=True))
+        replicas = [replicas_of(spec, len(self.plans)) for spec in self.specs]
+        assert sum(int(computed.sum()) for computed in self.computed) == sum(
+            whole.numel() * times for whole, times in zip(self.whole, replicas, strict=True)
         )
-        if spec.storage
-        else ranks
-        for spec in specs
-    ]
-    for computed, times in zip(times_computed, replicas, strict=True):
-        assert (computed == times).all(), "each matrix once in each replica"
+
+
+DONE = 1_000_000
+
+
+def replicas_of(spec: ParameterSpec, ranks: int) -> int:
+    if spec.storage is None:
+        return ranks
+    placed = zip(spec.storage.placements, spec.storage.mesh_shape, strict=True)
+    return math.prod(size for placement, size in placed if isinstance(placement, Replicate))
+
+
+def all_to_all(buffers: list[torch.Tensor], splits: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    """What ``all_to_all_single`` does."""
+    parts = [buffer.split(split) for buffer, split in zip(buffers, splits, strict=True)]
+    return [torch.cat([theirs[index] for theirs in parts]) for index in range(len(buffers))]
+
+
+def step_on_numbers(specs: list[ParameterSpec], ranks: int, options: PlanOptions) -> None:
+    replay = Replay(specs, ranks, options)
+    replay.run()
+    replay.check()
 
 
 @st.composite
@@ -164,29 +178,34 @@ def jobs(draw: st.DrawFn) -> tuple[list[ParameterSpec], int]:
     return specs, ranks
 
 
-@given(jobs())
-@settings(max_examples=150, deadline=None)
-def test_every_element_travels_once_each_way(job):
-    step_on_numbers(*job)
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(job=jobs(), max_batch_bytes=st.sampled_from([1, 3_000, 64 << 20]))
+@settings(max_examples=100, deadline=None)
+def test_every_element_travels_once_each_way(variant, job, max_batch_bytes):
+    step_on_numbers(*job, PlanOptions(variant=VARIANTS[variant], max_batch_bytes=max_batch_bytes))
 
 
-def test_plain_tensors_stay_where_they_are():
-    step_on_numbers(
-        [ParameterSpec("a", (12, 5), torch.float32, (4, 8)), ParameterSpec("b", (3, 20, 20), torch.float32, (20,))], 1
-    )
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_plain_tensors_stay_where_they_are(variant):
+    specs = [
+        ParameterSpec("a", (12, 5), torch.float32, (4, 8)),
+        ParameterSpec("b", (3, 20, 20), torch.float32, (20,)),
+    ]
+    step_on_numbers(specs, 1, PlanOptions(variant=VARIANTS[variant]))
 
 
 def test_published_plan_of_kimi_debug():
     """35 matrices are brought together in four exchanges; the other 27 parameters stay whole on their ranks."""
-    plans = [plan_for("kimi-debug", ranks=4, ep=2, rank=rank) for rank in range(4)]
+    plans = [plan_for("kimi-debug", ranks=4, ep=2, rank=rank, variant="baseline") for rank in range(4)]
     for plan in plans:
         exchanges = [stage.exchange for stage in plan.stages if stage.exchange]
         assert len(plan.stages) == 7  # layer 0; three pairs of experts and rest
         assert len(exchanges) == 4
         assert sum(len(exchange.matrices) for exchange in exchanges) == 35
-        assert sum(len(stage.local) for stage in plan.stages) == 27
+        assert sum(not batch.in_work for stage in plan.stages for batch in stage.batches) == 27
         assert len(plan.parameters) == 62
-    assert sum(batch.matrices for plan in plans for stage in plan.stages for batch in stage.owned) == 35
+    batches = [batch for plan in plans for stage in plan.stages for batch in stage.batches if batch.in_work]
+    assert [batch.matrices for batch in batches] == [1] * 35
 
 
 def test_the_longest_job_goes_first_and_ties_to_the_least_loaded():
@@ -195,16 +214,36 @@ def test_the_longest_job_goes_first_and_ties_to_the_least_loaded():
     assert totals == [8, 9, 6]
 
 
-def test_matrices_of_one_shape_are_batched_only_where_the_bits_agree():
-    side = MIN_BATCHED_SIDE
-    small = plan_step([ParameterSpec("a", (4, side - 1, 40), torch.float32, (side - 1,))], 0)
-    large = plan_step([ParameterSpec("a", (4, side, 40), torch.float32, (side,))], 0)
-    assert [batch.matrices for batch in small.stages[0].local] == [1, 1, 1, 1]
-    assert [batch.matrices for batch in large.stages[0].local] == [4]
+def test_equal_shapes_meet_within_the_bound():
+    costs, shapes = [6, 6, 3, 3, 3, 3, 1, 1, 1, 1], "aabbbbcccc"
+    owners = shapes_together(costs, list(shapes), (), [0, 0, 0])
+    loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == worker) for worker in range(3)]
+    assert max(loads) <= IMBALANCE * sum(costs) / 3
+    assert len(set(zip(owners, shapes, strict=True))) < len(
+        set(zip(longest_first(costs, [0, 0, 0]), shapes, strict=True))
+    )
+
+
+@given(
+    st.lists(st.sampled_from([(1, "a"), (4, "b"), (9, "c"), (16, "d"), (17, "e")]), min_size=1, max_size=40),
+    st.integers(1, 8),
+)
+def test_owners_never_exceed_what_longest_first_or_the_bound_gives(jobs, workers):
+    costs, shapes = [cost for cost, _ in jobs], [shape for _, shape in jobs]
+    loads = {}
+    for name, owners in [
+        ("first", longest_first(costs, [0] * workers)),
+        ("meet", shapes_together(costs, shapes, {"a"}, [0] * workers)),
+    ]:
+        assert len(owners) == len(costs)
+        loads[name] = max(
+            sum(c for c, o in zip(costs, owners, strict=True) if o == worker) for worker in range(workers)
+        )
+    assert loads["meet"] <= max(loads["first"], IMBALANCE * max(sum(costs) / workers, max(costs)))
 
 
 def test_report_has_a_row_for_each_bucket_and_rank():
-    rows = plan_for("kimi-debug", ranks=4, ep=2).report()
+    rows = plan_for("kimi-debug", ranks=4, ep=2, variant="batched").report()
     assert len(rows) == 7 * 4
     assert sum(row["collectives"] for row in rows) == 4 * 8
     assert sum(row["sent_bytes"] for row in rows) == sum(row["received_bytes"] for row in rows)

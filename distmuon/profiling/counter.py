@@ -38,7 +38,7 @@ SOURCES = (
 #: (phase of a step, part of an operator's activity) -> source.
 _SOURCE_OF = {
     ("momentum", "lerp_"): "momentum",
-    ("momentum", "lerp_out"): "nesterov",
+    ("momentum", "lerp"): "nesterov",
     ("momentum", "copy"): "nesterov",  # without Nesterov, a momentum that is not contiguous
     ("pack", "copy"): "pack",
     ("unpack", "copy"): "unpack",

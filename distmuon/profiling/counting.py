@@ -88,7 +88,7 @@ def count_launches(
     workload: str | Workload,
     ranks: int | None = None,
     ep: int | None = None,
-    variant: str | Variant = "batched",
+    variant: str | Variant = "fused",
     *,
     ns_algorithm: str = "standard",
     buckets: str | Patterns = "published",

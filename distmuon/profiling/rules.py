@@ -170,6 +170,28 @@ def _foreach_copy(arguments: Arguments, keywords: dict[str, Any], result: Any, t
     return tuple(("copy", copy_activity(to, source)) for to, source in zip(destinations, sources, strict=True))
 
 
+def _foreach(part: str, lists: int) -> Rule:
+    """An elementwise operator on ``lists`` lists, which all launch by the size of the first (``cuda/Foreach*.cu``).
+
+    The fused route wants one device, one dtype, and equal strides of dense tensors at each position; otherwise it is a
+    kernel a tensor.
+    """
+
+    def rule(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain) -> Parts:
+        given = [argument for argument in arguments if isinstance(argument, list | tuple)]
+        positions = list(zip(*given, strict=True))
+        fused = len({(tensor.device, tensor.dtype) for tensors in given for tensor in tensors}) == 1 and all(
+            is_dense(tensor) and (tensor.shape, tensor.stride()) == (first.shape, first.stride())
+            for first, *others in positions
+            for tensor in (first, *others)
+        )
+        sizes = [tensor.numel() for tensor in given[0]]
+        kernels = foreach_chunks(sizes, lists, toolchain) if fused else sum(size > 0 for size in sizes)
+        return ((part, Activity(kernels=kernels)),)
+
+    return rule
+
+
 def _vector_norm(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain) -> Parts:
     outputs = result.numel()
     splits = reduction_splits(arguments[0].numel() // outputs, outputs, toolchain.warp)
@@ -189,17 +211,23 @@ RULES: dict[Any, Rule] = {
     aten._to_copy.default: _to_copy,  # TensorConversion.cpp: an empty tensor and a copy_
     aten._foreach_copy_.default: _foreach_copy,  # cuda/ForeachBinaryOpList.cu
     aten.lerp_.Scalar: _one("lerp_", KERNEL),  # cuda/Lerp.cu
-    aten.lerp.Scalar_out: _one("lerp_out", KERNEL),  # cuda/Lerp.cu
+    aten.lerp.Scalar: _one("lerp", KERNEL),  # cuda/Lerp.cu
     aten.mul_.Tensor: _one("mul_", KERNEL),  # cuda/BinaryMulKernel.cu
     aten.add_.Tensor: _one("add_", KERNEL),  # cuda/CUDALoops.cuh by BinaryOps
     aten.div_.Tensor: _one("norm", KERNEL),  # cuda/BinaryDivTrueKernel.cu
     aten.clamp.default: _one("norm", KERNEL),  # cuda/TensorCompare.cu
     aten.clamp_min.default: _one("norm", KERNEL),  # cuda/TensorCompare.cu
     aten.linalg_vector_norm.default: _vector_norm,  # cuda/ReduceNormKernel.cu, cuda/Reduce.cuh
+    aten._foreach_lerp_.Scalar: _foreach("lerp_", 2),  # cuda/ForeachTernaryOp.cu
+    aten._foreach_lerp.Scalar: _foreach("lerp", 3),  # cuda/ForeachTernaryOp.cu
+    aten._foreach_mul_.Tensor: _foreach("mul_", 1),  # cuda/ForeachBinaryOpScalarTensor.cu: a CPU scalar is read
+    aten._foreach_add_.List: _foreach("add_", 2),  # cuda/ForeachBinaryOpList.cu
     aten.mm.default: _one("gemm", KERNEL),  # cuda/Blas.cpp
     aten.bmm.default: _one("gemm", KERNEL),  # cuda/Blas.cpp
     aten.addmm.default: _gemm_with_bias,  # cuda/Blas.cpp: addmm_out_cuda_impl
     aten.baddbmm.default: _gemm_with_bias,  # cuda/Blas.cpp: baddbmm_out_cuda_impl
+    aten.addmm.out: _gemm_with_bias,
+    aten.baddbmm.out: _gemm_with_bias,
     torch.ops.c10d.alltoall_base_.default: _one("all_to_all", Activity(collectives=1)),  # one collective kernel
 }
 

@@ -13,8 +13,9 @@ from distmuon.buckets import Patterns
 from distmuon.matrices import matrix_rows
 from distmuon.names import choose
 from distmuon.placement import ParameterSpec, Storage
-from distmuon.plan import Plan, plan_step
+from distmuon.plan import Plan, PlanOptions, plan_step
 from distmuon.routing import split_parameters
+from distmuon.variants import Variant, get_variant
 from distmuon.workloads.config import WORKLOADS, Workload, get_workload
 from distmuon.workloads.model import build_model
 
@@ -67,6 +68,7 @@ def plan_for(
     ep: int | None = None,
     rank: int = 0,
     buckets: str | Patterns = "published",
+    variant: str | Variant = "fused",
 ) -> Plan:
     """The plan of one rank of a workload, made with no process and no process group.
 
@@ -76,6 +78,7 @@ def plan_for(
         ep: expert-parallel degree; default the workload's own.
         rank: whose plan.
         buckets: "published", "auto", or patterns.
+        variant: of the step.
 
     Raises:
         ValueError: an unknown name, or numbers that don't fit; with what would.
@@ -85,4 +88,5 @@ def plan_for(
     ep = workload.default_ep if ep is None else ep
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank}: choose one of 0 to {ranks - 1}")
-    return plan_step(muon_parameters(workload, ranks=ranks, ep=ep), rank, get_buckets(workload, buckets))
+    options = PlanOptions(get_buckets(workload, buckets), get_variant(variant))
+    return plan_step(muon_parameters(workload, ranks=ranks, ep=ep), rank, options)

@@ -75,7 +75,7 @@ class Trainer:
         ep: int,
         rank: int,
         device: torch.device | str = "cpu",
-        variant: str | Variant = "batched",
+        variant: str | Variant = "fused",
         tokens: int = 128,
         sequences: int | None = None,
         seed: int = 0,

@@ -1,0 +1,45 @@
+"""Elementwise operators on lists of tensors: one fused ``torch._foreach_*`` each, or one tensor at a time. Same bits
+either way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+def lerp_(fused: bool, starts: Tensors, ends: Tensors, weight: float) -> None:
+    """``start <- start + weight (end - start)`` for each pair."""
+    if fused:
+        torch._foreach_lerp_(starts, ends, weight)
+    else:
+        for start, end in zip(starts, ends, strict=True):
+            start.lerp_(end, weight)
+
+
+def lerp(fused: bool, starts: Tensors, ends: Tensors, weight: float) -> Tensors:
+    """``start + weight (end - start)`` for each pair."""
+    if fused:
+        return torch._foreach_lerp(starts, ends, weight)
+    return [start.lerp(end, weight) for start, end in zip(starts, ends, strict=True)]
+
+
+def mul_(fused: bool, tensors: Tensors, factor: float) -> None:
+    """``tensor <- factor tensor`` for each."""
+    if fused:
+        # As a tensor: on a CPU a Python number would be rounded to bf16 before it multiplies bf16 tensors.
+        torch._foreach_mul_(tensors, torch.tensor(factor, dtype=torch.float64))
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+def add_(fused: bool, tensors: Tensors, others: Tensors, alpha: float) -> None:
+    """``tensor <- tensor + alpha other`` for each pair, rounded once."""
+    if fused:
+        torch._foreach_add_(tensors, others, alpha=alpha)
+    else:
+        for tensor, other in zip(tensors, others, strict=True):
+            tensor.add_(other, alpha=alpha)

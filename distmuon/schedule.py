@@ -1,0 +1,167 @@
+"""What a plan consists of: plain data that check themselves. :mod:`distmuon.plan` makes them, :mod:`distmuon.step` runs
+them.
+
+A bucket becomes one *stage*: at most one exchange, a packed all-to-all each way within one group of ranks, and matrices
+that this rank holds whole anyway. Three things hold elements in a stage:
+
+    update   of each parameter, the local shard of what is orthogonalised and then of the result; contiguous
+    work     flat, one a stage: whole matrices, brought here or moved here, one after another
+    packed   flat, two a stage: what is sent and what is received; the way back has them swapped
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from distmuon.matrices import Matrix, gemm_cost
+from distmuon.places import Place
+
+
+class Copy(NamedTuple):
+    """A rectangle of elements of ``parameter`` that is copied between two places, one way and later back.
+
+    ``place`` is in its update, or for what an owner receives in the work buffer; ``packed`` is in a packed buffer, or
+    for what stays on the rank in the work buffer.
+    """
+
+    parameter: int
+    place: Place
+    packed: Place
+
+
+class Batch(NamedTuple):
+    """Matrices of one shape and one parameter group, orthogonalised in one call.
+
+    They lie one after another from element ``offset`` on: of the work buffer, or of the update of ``parameter``. If
+    they lie in the work buffer ``parameter`` is the first that they belong to, for the settings of its group. ``ready``
+    batches need nothing from other ranks.
+    """
+
+    parameter: int
+    offset: int
+    matrices: int
+    rows: int
+    cols: int
+    in_work: bool
+    ready: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its matrices."""
+        return self.matrices * self.rows * self.cols
+
+    @property
+    def place(self) -> Place:
+        """One matrix as 2-D, several as 3-D."""
+        size, stride = (self.rows, self.cols), (self.cols, 1)
+        if self.matrices == 1:
+            return Place(size, stride, self.offset)
+        return Place((self.matrices, *size), (self.rows * self.cols, *stride), self.offset)
+
+    def gemm_flops(self, ns_steps: int) -> int:
+        """Multiplications and additions of its matrix products."""
+        return 2 * ns_steps * self.matrices * gemm_cost(self.rows, self.cols)
+
+
+class Piece(NamedTuple):
+    """Local rows ``row : row + rows`` (of every slice) belong to matrices of ``matrix_rows`` rows: one learning
+    rate.
+    """
+
+    row: int
+    rows: int
+    matrix_rows: int
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The packed all-to-all of a stage, as one rank takes part in it.
+
+    Args:
+        ranks: global ranks of the group, in group order.
+        matrices: all matrices that are brought together in this group.
+        owners: for each of them the index in ``ranks`` of the rank that orthogonalises it.
+        sends: this rank's regions in packed order: by owner, then matrix, then local order.
+        receives: the regions of the matrices it owns: by holder, then matrix, then the holder's local order.
+        send_splits: elements for each rank of the group.
+        receive_splits: elements from each rank of the group.
+        dtype: on the wire.
+    """
+
+    ranks: tuple[int, ...]
+    matrices: tuple[Matrix, ...]
+    owners: tuple[int, ...]
+    sends: tuple[Copy, ...]
+    receives: tuple[Copy, ...]
+    send_splits: tuple[int, ...]
+    receive_splits: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if not len(self.send_splits) == len(self.receive_splits) == len(self.ranks):
+            raise ValueError(f"an exchange of {len(self.ranks)} ranks needs as many splits each way")
+        for copies, numel in ((self.sends, self.send_numel), (self.receives, self.receive_numel)):
+            if sum(copy.packed.numel for copy in copies) != numel:
+                raise ValueError(f"splits of {numel} elements do not add up to the regions packed")
+
+    @property
+    def send_numel(self) -> int:
+        """Elements that this rank sends on the way out."""
+        return sum(self.send_splits)
+
+    @property
+    def receive_numel(self) -> int:
+        """Elements that it receives on the way out."""
+        return sum(self.receive_splits)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of both packed buffers."""
+        return (self.send_numel + self.receive_numel) * self.dtype.itemsize
+
+    def wire_bytes(self, rank: int) -> int:
+        """Bytes that ``rank`` sends to others in a step, both ways; it receives as many."""
+        own = self.ranks.index(rank)
+        forward = self.send_numel - self.send_splits[own]
+        back = self.receive_numel - self.receive_splits[own]
+        return (forward + back) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a rank does for one bucket.
+
+    Args:
+        name: the bucket's name, as it stands in profiler ranges and reports.
+        parameters: indices of the parameters whose shards it updates.
+        exchange: None if nothing travels.
+        moves: what goes from updates to the work buffer, and back, on this rank.
+        batches: what it orthogonalises.
+        work_numel: elements of the work buffer.
+        work_dtype: of the work buffer.
+    """
+
+    name: str
+    parameters: tuple[int, ...]
+    exchange: Exchange | None
+    moves: tuple[Copy, ...]
+    batches: tuple[Batch, ...]
+    work_numel: int
+    work_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        filled = sum(copy.place.numel for copy in self.moves)
+        filled += self.exchange.receive_numel if self.exchange else 0
+        used = sum(batch.numel for batch in self.batches if batch.in_work)
+        if not filled == used == self.work_numel:
+            raise ValueError(
+                f"stage {self.name!r}: of a work buffer of {self.work_numel} elements {filled} are filled, {used} used"
+            )
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes of the work buffer."""
+        return self.work_numel * self.work_dtype.itemsize

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,8 @@ MUON_RECIPE: Mapping[str, Any] = MappingProxyType(
 )
 ADAMW_RECIPE: Mapping[str, Any] = MappingProxyType({"weight_decay": 0.1, "betas": (0.9, 0.95)})
 MAX_GRAD_NORM = 1.0
+
+_FEATURES = ("width", "q_lora", "kv_lora", "qk_nope", "qk_rope", "v_head", "dense_hidden", "expert_hidden")
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,18 @@ class Workload:
             buckets.append(tuple(f"layers.{layer}.moe.experts.*" for layer in pair))
             buckets.append(tuple(f"layers.{layer}.*" for layer in pair))
         return tuple(buckets)
+
+    def divided(self, divisor: int) -> Workload:
+        """The same model with every number of features divided; heads, layers and experts stay as many as they are.
+
+        Raises:
+            ValueError: a number of features is not divisible.
+        """
+        sizes = {name: getattr(self, name) for name in _FEATURES}
+        if odd := [f"{name}={size}" for name, size in sizes.items() if size % divisor]:
+            raise ValueError(f"workload {self.name!r} can't be divided by {divisor}: {', '.join(odd)}")
+        divided = {name: size // divisor for name, size in sizes.items()}
+        return replace(self, name=f"{self.name} / {divisor}", **divided)
 
     def layout(self, ranks: int, ep: int) -> Layout:
         """The layout on ``ranks`` ranks.

@@ -33,7 +33,7 @@ def get_buckets(workload: Workload, buckets: str | Patterns) -> Patterns | None:
     """
     if not isinstance(buckets, str):
         return buckets
-    return PUBLISHED_BUCKETS[workload.name] if choose("buckets", buckets, BUCKETS) == "published" else None
+    return workload.published_buckets if choose("buckets", buckets, BUCKETS) == "published" else None
 
 
 def muon_parameters(workload: Workload, *, ranks: int, ep: int) -> list[ParameterSpec]:

@@ -17,14 +17,14 @@ from distmuon.commandline import Parser, checked, one_of
 from distmuon.profiling.contestants import Contestant, read_setting
 from distmuon.profiling.counting import NS_ALGORITHMS, LaunchCounts, count_launches
 from distmuon.profiling.rules import TOOLCHAINS
-from distmuon.workloads import WORKLOADS
+from distmuon.workloads import get_workload
 from distmuon.workloads.storage import BUCKETS
 
 
 def main() -> None:
     """Count and print."""
     parser = Parser(__doc__)
-    parser.add_argument("--workload", type=one_of("workload", WORKLOADS), default="kimi-debug")
+    parser.add_argument("--workload", type=checked(lambda name: get_workload(name).name), default="kimi-debug")
     parser.add_argument("--ranks", type=int, help="default: the workload's own")
     parser.add_argument("--ep", type=int, help="expert-parallel degree; default: the workload's own")
     parser.add_argument("--variant", type=checked(Contestant), default="fused", metavar="VARIANT[+SWITCH=VALUE...]")

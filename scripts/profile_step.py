@@ -24,7 +24,7 @@ from distmuon.profiling.launch import RankFailure
 from distmuon.profiling.run import profile
 from distmuon.profiling.session import DEVICES, NS_DTYPES, Settings
 from distmuon.profiling.tables import profile_table
-from distmuon.workloads import WORKLOADS
+from distmuon.workloads import get_workload
 from distmuon.workloads.storage import BUCKETS
 
 
@@ -62,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     default = Settings()
     parser = Parser(__doc__)
-    parser.add_argument("--workload", type=one_of("workload", WORKLOADS), default=default.workload)
+    parser.add_argument("--workload", type=checked(lambda name: get_workload(name).name), default=default.workload)
     parser.add_argument("--ranks", type=int, default=default.ranks)
     parser.add_argument("--ep", type=int, default=default.ep, help="expert-parallel degree")
     parser.add_argument(

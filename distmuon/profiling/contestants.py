@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from distmuon.names import choose
@@ -124,6 +125,5 @@ def ladder(start: str, settings: Sequence[str]) -> tuple[str, ...]:
 
 def labels(texts: Sequence[str]) -> list[str]:
     """What each of a ladder's contestants adds to the one before: ``["baseline", "+ packing=bucket", ...]``."""
-    contestants = [Contestant(text) for text in texts]
-    steps = zip(contestants, contestants[1:], strict=False)
-    return [*texts[:1], *(f"+ {new.changes_from(old)}" for old, new in steps)]
+    steps = pairwise(map(Contestant, texts))
+    return [*texts[:1], *(f"+\N{NO-BREAK SPACE}{new.changes_from(old)}" for old, new in steps)]

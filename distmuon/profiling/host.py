@@ -1,4 +1,4 @@
-"""The host side of a step: how many operators it dispatches, and how long it takes where arithmetic costs nearly nothing.
+"""The host side of a step: how many operators it dispatches, and its time where arithmetic costs nearly nothing.
 
 On a GPU a step is slow where the host can't launch fast enough. To see that part alone, contestants step matrices so
 small that the time is that of Python and of dispatching; this process stands for one rank, and exchanges move nothing.
@@ -22,8 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distmuon.optimizer import DistMuon
 from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.standin import make_optimizer, stand_for
-from distmuon.workloads.config import Workload, get_workload
+from distmuon.workloads.config import get_workload
 from distmuon.workloads.storage import get_buckets, muon_parameters
+
+#: The shapes of ``kimi-debug`` with every side divided by 16.
+SMALL_WORKLOAD = "kimi-debug/16"
 
 _WARMUP = 3
 
@@ -43,6 +46,11 @@ class HostSide:
     operators: int
     views: int
     times_ms: tuple[float, ...]
+
+    @property
+    def without_views(self) -> int:
+        """Operators that are more than a view."""
+        return self.operators - self.views
 
     @property
     def median_ms(self) -> float:
@@ -71,14 +79,9 @@ class OperatorCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def small_workload() -> Workload:
-    """What is stepped unless told otherwise: the shapes of ``kimi-debug`` divided by 16."""
-    return get_workload("kimi-debug").divided(16)
-
-
 def measure_host(
     contestants: Sequence[str],
-    workload: Workload | None = None,
+    workload: str = SMALL_WORKLOAD,
     *,
     ranks: int | None = None,
     ep: int | None = None,
@@ -89,21 +92,21 @@ def measure_host(
 
     Args:
         contestants: their texts; buckets are the workload's own unless set.
-        workload: whose matrices; None for :func:`small_workload`.
+        workload: name of that whose matrices are stepped.
         ranks: of the job; default the workload's own.
         ep: expert-parallel degree; default the workload's own.
         rank: which to stand for.
         turns: timed steps of each.
 
     Raises:
-        ValueError: an unknown contestant, numbers that don't fit, or no turns.
+        ValueError: an unknown workload or contestant, numbers that don't fit, or no turns.
         RuntimeError: a process group exists already.
     """
     if turns < 1:
         raise ValueError(f"turns is {turns}: time at least one step")
-    workload = workload or small_workload()
-    ranks = workload.default_ranks if ranks is None else ranks
-    specs = muon_parameters(workload, ranks=ranks, ep=workload.default_ep if ep is None else ep)
+    model = get_workload(workload)
+    ranks = model.default_ranks if ranks is None else ranks
+    specs = muon_parameters(model, ranks=ranks, ep=model.default_ep if ep is None else ep)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -111,7 +114,7 @@ def measure_host(
             optimizers = {}
             for text in contestants:
                 options = Contestant(text).options(buckets="published")
-                options["buckets"] = get_buckets(workload, options["buckets"])
+                options["buckets"] = get_buckets(model, options["buckets"])
                 optimizers[text] = make_optimizer(specs, rank, "cpu", ns_dtype=torch.float32, **options)
             counts = {text: _count(optimizer) for text, optimizer in optimizers.items()}
             times = _time(optimizers, turns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,13 @@ from distmuon.ranges import phase
 from distmuon.schedule import Stage
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
+
+
+class _Side(NamedTuple):
+    """A packed buffer and how many of its elements go to or come from each rank."""
+
+    buffer: Tensor
+    splits: list[int]
 
 
 class Exchanger:
@@ -28,40 +36,39 @@ class Exchanger:
     """
 
     def __init__(self, plan: Plan, groups: Groups, buffers: Buffers, device: torch.device) -> None:
-        self._groups = groups
-        self._buffers = buffers
+        self._holders: dict[str, _Side] = {}
+        self._owners: dict[str, _Side] = {}
+        self._groups: dict[str, dist.ProcessGroup] = {}
         self._work: dict[str, dist.Work] = {}
-        for ranks in dict.fromkeys(stage.exchange.ranks for stage in plan.stages if stage.exchange):
-            token = torch.zeros(len(ranks), device=device)
-            dist.all_to_all_single(torch.empty_like(token), token, group=groups[ranks])
+        for stage in plan.stages:
+            if exchange := stage.exchange:
+                self._holders[stage.name] = _Side(buffers.holder(stage), list(exchange.send_splits))
+                self._owners[stage.name] = _Side(buffers.owner(stage), list(exchange.receive_splits))
+                self._groups[stage.name] = groups[exchange.ranks]
+        for group in dict.fromkeys(self._groups.values()):
+            token = torch.zeros(group.size(), device=device)
+            dist.all_to_all_single(torch.empty_like(token), token, group=group)
 
     def send(self, stage: Stage) -> None:
         """Start bringing regions to their owners."""
-        assert stage.exchange is not None
-        splits = stage.exchange.receive_splits, stage.exchange.send_splits
-        self._start(stage, self._buffers.owner(stage), self._buffers.holder(stage), *splits)
+        self._start(stage, self._holders[stage.name], self._owners[stage.name])
 
     def send_back(self, stage: Stage) -> None:
         """Start bringing results back to the holders."""
-        assert stage.exchange is not None
-        splits = stage.exchange.send_splits, stage.exchange.receive_splits
-        self._start(stage, self._buffers.holder(stage), self._buffers.owner(stage), *splits)
+        self._start(stage, self._owners[stage.name], self._holders[stage.name])
 
     def wait(self, stage: Stage) -> None:
         """Wait for the exchange of this stage that was started last; on a GPU the stream waits, not the host."""
         with phase("wait", stage.name):
             self._work.pop(stage.name).wait()
 
-    def _start(
-        self, stage: Stage, output: Tensor, source: Tensor, output_splits: tuple[int, ...], splits: tuple[int, ...]
-    ) -> None:
-        assert stage.exchange is not None
+    def _start(self, stage: Stage, source: _Side, target: _Side) -> None:
         with phase("all_to_all", stage.name):
             self._work[stage.name] = dist.all_to_all_single(
-                output,
-                source,
-                list(output_splits),
-                list(splits),
-                group=self._groups[stage.exchange.ranks],
+                target.buffer,
+                source.buffer,
+                target.splits,
+                source.splits,
+                group=self._groups[stage.name],
                 async_op=True,
             )

@@ -87,7 +87,8 @@ class Plan:
 
         Returns:
             Rows with ``bucket``, ``rank``, ``matrices`` it orthogonalises, ``gemm_flops``, ``sent_bytes`` to and
-            ``received_bytes`` from other ranks (both ways), ``collectives``, and ``buffer_bytes``: updates, work buffer
+            ``received_bytes`` from other ranks (both ways), ``collectives``, ``imbalance`` and ``imbalance_to_bound`` of
+            the GEMM cost of matrices brought together (see :meth:`distmuon.schedule.Exchange.imbalance`; 1 without any), and ``buffer_bytes``: updates, work buffer
             and packed buffers.
         """
         rows: list[dict[str, object]] = []
@@ -99,6 +100,7 @@ class Plan:
     def _row(self, stage: Stage, ns_steps: int) -> dict[str, object]:
         exchange = stage.exchange
         wire = exchange.wire_bytes(self.rank) if exchange else 0
+        imbalance, to_bound = exchange.imbalance() if exchange else (1.0, 1.0)
         updates = sum(self.parameters[index].local_bytes(self.rank) for index in stage.parameters)
         return {
             "bucket": stage.name,
@@ -108,6 +110,8 @@ class Plan:
             "sent_bytes": wire,
             "received_bytes": wire,
             "collectives": 2 if exchange else 0,
+            "imbalance": imbalance,
+            "imbalance_to_bound": to_bound,
             "buffer_bytes": updates + stage.work_bytes + (exchange.packed_bytes if exchange else 0),
         }
 

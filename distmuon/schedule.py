@@ -122,6 +122,18 @@ class Exchange:
         """Bytes of both packed buffers."""
         return (self.send_numel + self.receive_numel) * self.dtype.itemsize
 
+    def imbalance(self) -> tuple[float, float]:
+        """The largest GEMM cost that a rank owns, relative to the mean and to max(mean, largest matrix).
+
+        The second is what owners can be held to: no rank can have less than the mean or the largest matrix.
+        """
+        costs = [matrix.cost for matrix in self.matrices]
+        loads = [0] * len(self.ranks)
+        for cost, owner in zip(costs, self.owners, strict=True):
+            loads[owner] += cost
+        mean = sum(costs) / len(self.ranks)
+        return max(loads) / mean, max(loads) / max(mean, *costs)
+
     def wire_bytes(self, rank: int) -> int:
         """Bytes that ``rank`` sends to others in a step, both ways; it receives as many."""
         own = self.ranks.index(rank)

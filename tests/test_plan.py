@@ -250,6 +250,13 @@ def test_report_has_a_row_for_each_bucket_and_rank():
     assert sum(row["matrices"] for row in rows) == 35 + 6 * 2 * 16 + 5 * 3 * 8
 
 
+def test_owners_of_kimi_debug_are_balanced_as_far_as_its_largest_matrix_allows():
+    for buckets in ("published", "auto"):
+        rows = plan_for("kimi-debug", ranks=4, ep=2, buckets=buckets).report()
+        assert all(1 <= row["imbalance_to_bound"] <= IMBALANCE for row in rows)
+        assert all(row["imbalance_to_bound"] <= row["imbalance"] for row in rows)
+
+
 def test_a_rank_outside_the_mesh_is_refused():
     spec = ParameterSpec("a", (4, 4), torch.float32, (4,), Storage((2,), (0, 1), (Shard(0),)))
     with pytest.raises(ValueError, match="rank 2 is not in the mesh"):

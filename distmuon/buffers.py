@@ -29,6 +29,11 @@ class Buffers:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._slots = _slots(plan)
         sizes = buffer_bytes(plan)
+        #: 0, 1, 2, ...: what Newton-Schulz without bias copies makes identities of.
+        self.counting: Tensor | None = None
+        if plan.options.ns_algorithm != "standard":
+            sides = (min(batch.rows, batch.cols) for stage in plan.stages for batch in stage.batches)
+            self.counting = torch.arange(max(sides, default=0), dtype=torch.int32, device=device)
         self._bytes = {key: torch.empty(size, dtype=torch.uint8, device=device) for key, size in sizes.items()}
 
     @property

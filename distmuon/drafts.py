@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,9 @@ import torch
 from distmuon.buckets import Bucket
 from distmuon.matrices import Shape, gemm_cost
 from distmuon.placement import ParameterSpec
+
+#: Bytes that a matrix of so many rows and columns takes in a Newton-Schulz batch.
+BatchBytes = Callable[[int, int], int]
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,6 @@ class Draft:
     cut: tuple[int, ...]
     whole: tuple[int, ...]
     free: frozenset[Shape] = frozenset()
-
-
-def batch_bytes(rows: int, cols: int, dtype: torch.dtype) -> int:
-    """Bytes that one matrix takes in a Newton-Schulz batch: its place in the stack, two iterates, two squares, fp32
-    staging.
-    """
-    short = min(rows, cols)
-    return (3 * rows * cols + 2 * short * short) * dtype.itemsize + 4 * rows * cols
 
 
 def draft_stages(parameters: Sequence[ParameterSpec], buckets: Iterable[Bucket], rank: int) -> list[Draft]:
@@ -71,7 +66,7 @@ def draft_stages(parameters: Sequence[ParameterSpec], buckets: Iterable[Bucket],
 
 
 def spread_by_shape(
-    parameters: Sequence[ParameterSpec], drafts: Sequence[Draft], rank: int, ns_dtype: torch.dtype, max_bytes: int
+    parameters: Sequence[ParameterSpec], drafts: Sequence[Draft], rank: int, batch_bytes: BatchBytes, max_bytes: int
 ) -> list[Draft]:
     """Move parameters that need no exchange to where their shapes meet others, each draft taking up to ``max_bytes`` of
     them.
@@ -89,7 +84,7 @@ def spread_by_shape(
     by_shape: dict[Shape, list[tuple[int, int]]] = {}
     for number, draft in enumerate(drafts):
         for index in draft.whole:
-            size = local_batch_bytes(parameters[index], rank, ns_dtype)
+            size = local_batch_bytes(parameters[index], rank, batch_bytes)
             if size > max_bytes:
                 whole[number].append(index)
             else:
@@ -145,10 +140,10 @@ def _chunks(members: Iterable[tuple[int, int]], max_bytes: int) -> Iterable[tupl
         yield chunk, total
 
 
-def local_batch_bytes(spec: ParameterSpec, rank: int, dtype: torch.dtype) -> int:
-    """Upper bound of :func:`batch_bytes` of the matrices that ``rank`` holds."""
+def local_batch_bytes(spec: ParameterSpec, rank: int, batch_bytes: BatchBytes) -> int:
+    """Upper bound of what the matrices that ``rank`` holds take in a batch."""
     numel = math.prod(spec.local_shape3(rank))
-    return max(math.ceil(numel / (rows * spec.cols)) * batch_bytes(rows, spec.cols, dtype) for rows in spec.matrix_rows)
+    return max(math.ceil(numel / (rows * spec.cols)) * batch_bytes(rows, spec.cols) for rows in spec.matrix_rows)
 
 
 def _local_cost(spec: ParameterSpec, rank: int) -> int:

@@ -214,9 +214,10 @@ def sweep_finding(sweep: pd.DataFrame, device: str) -> str:
 def _peaks(text: str, counted: LaunchCounts) -> list[int]:
     question = counted.question
     options = Contestant(text).options(buckets="published")
-    kept = {name: options[name] for name in ("variant", "buckets")}
     size = {"ranks": question["ranks"], "ep": question["ep"]}
-    return [peak_bytes(plan_for(question["workload"], rank=rank, **size, **kept)) for rank in range(question["ranks"])]
+    return [
+        peak_bytes(plan_for(question["workload"], rank=rank, **size, **options)) for rank in range(question["ranks"])
+    ]
 
 
 def _steps_sentence(found: Ablation) -> str:

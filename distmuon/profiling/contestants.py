@@ -14,11 +14,12 @@ from itertools import pairwise
 from typing import Any
 
 from distmuon.names import choose
+from distmuon.newton_schulz import NS_ALGORITHMS
 from distmuon.variants import SWITCHES, VARIANTS, Variant
 from distmuon.workloads.storage import BUCKETS
 
 #: What a text may set beside the switches of a variant: arguments of a step that are chosen on top of it.
-OPTIONS = {"buckets": BUCKETS}
+OPTIONS = {"buckets": BUCKETS, "ns_algorithm": NS_ALGORITHMS}
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,7 @@ Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
 MOST_CANCELLED = 16.0
 
 
-def coefficients_by_step(
-    coefficients: Coefficients, ns_steps: int, ns_algorithm: str = "standard"
-) -> tuple[Triple, ...]:
+def coefficients_by_step(coefficients: Coefficients, ns_steps: int, ns_algorithm: str = "standard") -> tuple[Triple, ...]:
     """a, b, c of each step.
 
     Args:

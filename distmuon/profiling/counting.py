@@ -126,9 +126,7 @@ def count_launches(
     return LaunchCounts(question, per_rank)
 
 
-def _count_rank(
-    specs: list[ParameterSpec], rank: int, ranks: int, options: dict[str, Any], toolchain: str
-) -> Counts:
+def _count_rank(specs: list[ParameterSpec], rank: int, ranks: int, options: dict[str, Any], toolchain: str) -> Counts:
     with _fake_ranks(rank, ranks):
         meshes: dict[tuple[int, ...], DeviceMesh] = {}
         named = [(spec.name, _on_meta(spec, rank, meshes)) for spec in specs]

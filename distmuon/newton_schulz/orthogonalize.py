@@ -87,4 +87,6 @@ def orthogonalize_(
     target = None if small or out.dtype != dtype else wide_out
     result = ITERATIONS[arithmetic](wide, triples, target, identities)
     if result is not wide_out:
-        wide_out.copy_(result.to(ns_dtype))  # rounded to that, too, wherever it goes
+        if out.dtype != ns_dtype:  # rounded to that, too, wherever it goes
+            result = result.to(ns_dtype)
+        wide_out.copy_(result)

@@ -71,8 +71,9 @@ def spread_by_shape(
     """Move parameters that need no exchange to where their shapes meet others, each draft taking up to ``max_bytes`` of
     them.
 
-    A shape that is also cut in some draft goes to the draft with most of those; others to the drafts with least of such
-    work. What finds no room gets drafts of its own. A parameter that is larger than ``max_bytes`` by itself stays.
+    A shape that is also cut in some draft goes to the draft with most of those, if there is room; others then to the
+    drafts with least of such work. What finds no room gets drafts of its own. A parameter that is larger than
+    ``max_bytes`` by itself stays.
 
     Whatever decides on ``free``, and so on owners, is the same on every rank of a group.
     """
@@ -90,7 +91,12 @@ def spread_by_shape(
             else:
                 by_shape.setdefault(next(iter(parameters[index].shapes())), []).append((index, size))
     own: list[list[int]] = []
-    for shape, members in sorted(by_shape.items(), key=lambda item: -gemm_cost(*item[0][:2]) * len(item[1])):
+
+    def turn(item: tuple[Shape, list[tuple[int, int]]]) -> tuple[bool, int]:
+        shape, members = item
+        return shape not in meetings, -gemm_cost(*shape[:2]) * len(members)
+
+    for shape, members in sorted(by_shape.items(), key=turn):
         for chunk, size in _chunks(members, max_bytes):
             room = [number for number in exchanging if filled[number] + size <= max_bytes]
             best = min(room, key=lambda number: (number != meetings.get(shape), cost[number], number), default=None)

@@ -17,7 +17,7 @@ from distmuon.buckets import Patterns
 from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
 from distmuon.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
-from distmuon.newton_schulz import COEFFICIENTS, Coefficients, coefficients_by_step
+from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients, coefficients_by_step
 from distmuon.placement import ParameterSpec, Storage
 from distmuon.plan import Plan, PlanOptions, plan_step
 from distmuon.step import LocalParameter, Settings, StepRunner
@@ -80,7 +80,7 @@ class DistMuon(torch.optim.Optimizer):
         variant: str | Variant = "fused",
         ns_algorithm: str = "standard",
         ns_dtype: torch.dtype = torch.bfloat16,
-        max_batch_bytes: int = 64 << 20,
+        max_batch_bytes: int = MAX_BATCH_BYTES,
     ) -> None:
         if ns_dtype not in NS_DTYPES:
             raise ValueError(f"ns_dtype is {ns_dtype}: choose torch.bfloat16 or torch.float32")

@@ -18,7 +18,7 @@ from distmuon.buckets import Patterns, make_buckets
 from distmuon.drafts import Draft, draft_stages, local_batch_bytes, spread_by_shape
 from distmuon.matrices import Matrix, Shape
 from distmuon.names import choose
-from distmuon.newton_schulz.costs import NS_ALGORITHMS, batch_bytes, gemm_flops
+from distmuon.newton_schulz.costs import MAX_BATCH_BYTES, NS_ALGORITHMS, batch_bytes, gemm_flops
 from distmuon.owners import longest_first, shapes_together
 from distmuon.placement import BATCH, COLS, ROWS, ParameterSpec, Region, Segment, regions
 from distmuon.places import Place, flat, rectangle
@@ -34,7 +34,7 @@ class PlanOptions:
     variant: Variant = field(default_factory=Variant)
     ns_dtype: torch.dtype = torch.bfloat16
     ns_algorithm: str = "standard"
-    max_batch_bytes: int = 64 << 20
+    max_batch_bytes: int = MAX_BATCH_BYTES
 
     def __post_init__(self) -> None:
         choose("ns_algorithm", self.ns_algorithm, NS_ALGORITHMS)

@@ -230,6 +230,7 @@ class _StageRunner:
             ns_dtype=self._options.ns_dtype,
             ns_algorithm=self._options.ns_algorithm,
             counting=self._counting,
+            max_bytes=self._options.max_batch_bytes,
         )
 
     def _apply(self, tensors: Sequence[LocalParameter]) -> None:

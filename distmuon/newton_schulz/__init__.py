@@ -10,11 +10,12 @@
 """
 
 from distmuon.newton_schulz.coefficients import COEFFICIENTS, POLAR_EXPRESS, Coefficients, Triple, coefficients_by_step
-from distmuon.newton_schulz.costs import NS_ALGORITHMS
+from distmuon.newton_schulz.costs import MAX_BATCH_BYTES, NS_ALGORITHMS
 from distmuon.newton_schulz.orthogonalize import orthogonalize_
 
 __all__ = [
     "COEFFICIENTS",
+    "MAX_BATCH_BYTES",
     "NS_ALGORITHMS",
     "POLAR_EXPRESS",
     "Coefficients",

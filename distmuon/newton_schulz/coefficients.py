@@ -45,7 +45,9 @@ Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
 MOST_CANCELLED = 16.0
 
 
-def coefficients_by_step(coefficients: Coefficients, ns_steps: int, ns_algorithm: str = "standard") -> tuple[Triple, ...]:
+def coefficients_by_step(
+    coefficients: Coefficients, ns_steps: int, ns_algorithm: str = "standard"
+) -> tuple[Triple, ...]:
     """a, b, c of each step.
 
     Args:
@@ -61,7 +63,7 @@ def coefficients_by_step(coefficients: Coefficients, ns_steps: int, ns_algorithm
     if isinstance(coefficients, str):
         triples: tuple[Triple, ...] = NAMED[choose("ns_coefficients", coefficients, NAMED)]
     else:
-        given = coefficients if _are_sequences(coefficients) else (coefficients,)
+        given: Sequence[Any] = coefficients if _are_sequences(coefficients) else (coefficients,)
         if not given or not all(_is_triple(triple) for triple in given):
             raise ValueError(
                 f"ns_coefficients is {coefficients!r}: give a, b, c as three finite numbers, a sequence of such "

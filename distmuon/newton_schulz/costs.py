@@ -11,12 +11,12 @@ from collections.abc import Iterator
 #: What the optimizer calls them, the default first; :mod:`distmuon.newton_schulz` says what they are.
 NS_ALGORITHMS = ("standard", "copy_free", "gram")
 
+#: What one batch of several parameters may hold, unless told otherwise.
+MAX_BATCH_BYTES = 64 << 20
+
 #: "copy_free" updates X in place where that takes at most so many of the standard FLOPs: it then needs half the
 #: identities and no second iterate. Up to long / short = 1.375.
 MOST_FLOPS_IN_PLACE = 1.1
-
-#: Iterations that one filling of identities lasts for; ns_steps is usually 5.
-STEPS_A_FILLING = 5
 
 #: "gram" applies what it has to X and starts anew after its first two steps and then after every third: rounding makes
 #: eigenvalues of G that should be near zero negative, and the polynomials magnify them.
@@ -56,22 +56,35 @@ def gemm_flops(rows: int, cols: int, ns_steps: int, ns_algorithm: str = "standar
     return 2 * multiply_adds
 
 
-def scratch_numel(rows: int, cols: int, ns_algorithm: str = "standard") -> int:
-    """Elements that an iteration holds beside one matrix: iterates and Gram matrices."""
-    square = min(rows, cols) ** 2
-    match arrangement(rows, cols, ns_algorithm):
-        case "in_place":
-            return rows * cols + STEPS_A_FILLING * square
-        case "polynomial":
-            return 2 * rows * cols + 2 * STEPS_A_FILLING * square
-        case "gram":
-            return 3 * rows * cols + 5 * square
-        case _:
-            return 2 * rows * cols + 2 * square
-
-
-def batch_bytes(rows: int, cols: int, itemsize: int, ns_algorithm: str = "standard") -> int:
+def batch_bytes(rows: int, cols: int, itemsize: int, ns_algorithm: str = "standard", filled_steps: int = 1) -> int:
     """Bytes that one matrix takes in a batch at most: its place in the stack, of ``itemsize``, and scratch or, before
     and after that is needed, fp32 staging.
+
+    Args:
+        rows: of the matrix.
+        cols: of the matrix.
+        itemsize: bytes of an element in Newton-Schulz.
+        ns_algorithm: of Newton-Schulz.
+        filled_steps: for how many steps identities are made at once.
     """
-    return rows * cols * itemsize + max(scratch_numel(rows, cols, ns_algorithm) * itemsize, 4 * rows * cols)
+    numel, square = rows * cols, min(rows, cols) ** 2
+    match arrangement(rows, cols, ns_algorithm):
+        case "in_place":
+            scratch = numel + filled_steps * square
+        case "polynomial":
+            scratch = 2 * numel + 2 * filled_steps * square
+        case "gram":
+            scratch = 3 * numel + 4 * square
+        case _:
+            scratch = 2 * numel + 2 * square
+    return numel * itemsize + max(scratch * itemsize, 4 * numel)
+
+
+def filled_steps(
+    matrices: int, rows: int, cols: int, itemsize: int, ns_algorithm: str, ns_steps: int, max_bytes: int
+) -> int:
+    """For how many of the steps a batch makes its identities at once: all, if that keeps it within ``max_bytes``."""
+    for steps in range(ns_steps, 1, -1):
+        if matrices * batch_bytes(rows, cols, itemsize, ns_algorithm, steps) <= max_bytes:
+            return steps
+    return 1

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from distmuon.newton_schulz.coefficients import COEFFICIENTS, Triple
-from distmuon.newton_schulz.costs import arrangement
-from distmuon.newton_schulz.iterations import ITERATIONS, iteration_dtype
+from distmuon.newton_schulz.costs import MAX_BATCH_BYTES, arrangement, filled_steps
+from distmuon.newton_schulz.iterations import ITERATIONS, Identities, iteration_dtype
 
 #: On a CPU matrices with a shorter short side are orthogonalised one at a time, each in memory of its own. Up to 16^3
 #: multiply-adds PyTorch multiplies one pair of bf16 matrices by itself but hands a batch of them to oneDNN
@@ -27,6 +27,7 @@ def orthogonalize_(
     ns_dtype: torch.dtype = torch.bfloat16,
     ns_algorithm: str = "standard",
     counting: Tensor | None = None,
+    max_bytes: int = MAX_BATCH_BYTES,
 ) -> None:
     """Orthogonalise ``matrices``: ``X <- a X + (b X X^T + c (X X^T)^2) X`` for each of ``triples``, on the short side.
 
@@ -42,6 +43,7 @@ def orthogonalize_(
         ns_algorithm: one of :data:`~distmuon.newton_schulz.NS_ALGORITHMS`.
         counting: 0, 1, 2, ... on the device, at least as many as the short side has, from which identities are made;
             None for a tensor of its own.
+        max_bytes: within which identities are made for several steps at once.
     """
     batched = matrices.ndim == 3
     rows, cols = matrices.shape[-2:]
@@ -56,6 +58,7 @@ def orthogonalize_(
                 ns_dtype=ns_dtype,
                 ns_algorithm=ns_algorithm,
                 counting=counting,
+                max_bytes=max_bytes,
             )
         return
     in_place = out is None and matrices.dtype == ns_dtype and not small
@@ -73,13 +76,17 @@ def orthogonalize_(
     tall = rows > cols
     wide = x.mT if tall else x
     wide_out = wide if x is out else out.mT if tall else out
+    short = min(rows, cols)
     if counting is None and arithmetic != "standard":
-        counting = torch.arange(min(rows, cols), dtype=torch.int32, device=x.device)
-    result = ITERATIONS[arithmetic](
-        wide,
-        triples,
-        None if small or out.dtype != dtype else wide_out,
-        None if counting is None else counting[: min(rows, cols)],
-    )
+        counting = torch.arange(short, dtype=torch.int32, device=x.device)
+    identities = None
+    if counting is not None:
+        number = len(matrices) if batched else 1
+        together = filled_steps(number, rows, cols, dtype.itemsize, ns_algorithm, len(triples), max_bytes)
+        identities = Identities(counting[:short], together)
+    target = None if small or out.dtype != dtype else wide_out
+    result = ITERATIONS[arithmetic](wide, triples, target, identities)
     if result is not wide_out:
+        if out.dtype != ns_dtype:  # rounded to that, too, wherever it goes
+            result = result.to(ns_dtype)
         wide_out.copy_(result)

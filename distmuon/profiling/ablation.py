@@ -17,6 +17,8 @@ from distmuon.profiling.results import Run
 from distmuon.profiling.tables import SOURCE_GROUPS, change_of
 from distmuon.workloads.storage import plan_for
 
+NBSP = "\N{NO-BREAK SPACE}"
+
 COUNTED = ("async_copies", "launches", "collectives", "wire_bytes")
 
 
@@ -67,7 +69,7 @@ def sources_table(counts: Mapping[str, LaunchCounts]) -> pd.DataFrame:
         groups = {
             name: sum(by_source.get(source, 0.0) for source in members) for name, members in SOURCE_GROUPS.items()
         }
-        rows.append({"switch": label, **groups, "total": counted.mean("launches")})
+        rows.append({"switch": label, "total": counted.mean("launches"), **groups})
     return pd.DataFrame(rows)
 
 
@@ -173,10 +175,12 @@ def conclusion(found: Ablation) -> str:
         most = max(range(len(falls)), key=falls.__getitem__)
         sentences.append(f"{falls[most] / sum(falls):.0%} of the launches saved go with {names[most + 1][2:]}.")
     host = found.host
+    label, best = min(zip(names, host, strict=True), key=lambda pair: pair[1].median_ms)
+    shortest = f", and by {_told(host_change(found, best))} with those up to {label[2:]}"
     sentences.append(
         f"With all of them the host side of a step with small matrices changes by "
-        f"{_told(host_change(found, host[-1]))}, and dispatches {host[-1].without_views:,} operators instead of "
-        f"{host[0].without_views:,}, views not counted."
+        f"{_told(host_change(found, host[-1]))}{shortest if best not in (host[0], host[-1]) else ''}; it dispatches {host[-1].without_views:,} operators instead "
+        f"of {host[0].without_views:,}, views not counted."
     )
     return " ".join([*sentences, _steps_sentence(found), bits_finding(found)])
 
@@ -207,7 +211,7 @@ def sweep_finding(sweep: pd.DataFrame, device: str) -> str:
     longer = sweep[sweep["verdict"] == "longer"]
     cost = f", and it is longer for {_and(sorted(set(longer['regions'])))} regions of some size" if len(longer) else ""
     sentence = (
-        f"On this {device}, {told}{cost}. On a GPU the same calls launch up to {saved.max():,g} times less "
+        f"On this {'CPU' if device == 'cpu' else 'GPU'}, {told}{cost}. On a GPU the same calls launch up to {saved.max():,g} times less "
         f"({most['batched_launches']} instead of {most['single_launches']})"
     )
     return f"{sentence}." if device != "cpu" else f"{sentence}, which a CPU, having no launches, can't time."
@@ -246,8 +250,9 @@ def _told(change: Change | None) -> str:
     """A change with its interval: ``-52% (-54% to -51%)``, and whether that may be noise."""
     if change is None:
         return ""
-    doubt = f": {change.verdict.removeprefix('unchanged ')}" if _uncertain(change) else ""
-    return f"{change.median:+.0%} ({change.low:+.0%} to {change.high:+.0%}{doubt})"
+    doubt = f", {change.verdict.removeprefix('unchanged ')}" if _uncertain(change) else ""
+    interval = f"{change.median:+.0%} ({change.low:+.0%} to {change.high:+.0%}"
+    return f"{interval.replace(' ', NBSP)}{doubt})"
 
 
 def _size(size_bytes: float) -> str:

@@ -29,6 +29,11 @@ class Buffers:
         for stage in plan.stages:
             for key, size in self._needs(stage).items():
                 sizes[key] = max(sizes.get(key, 0), size)
+        #: 0, 1, 2, ...: what Newton-Schulz without bias copies makes identities of.
+        self.counting: Tensor | None = None
+        if plan.options.ns_algorithm != "standard":
+            sides = (min(batch.rows, batch.cols) for stage in plan.stages for batch in stage.batches)
+            self.counting = torch.arange(max(sides, default=0), dtype=torch.int32, device=device)
         self._bytes = {key: torch.empty(size, dtype=torch.uint8, device=device) for key, size in sizes.items()}
 
     @property

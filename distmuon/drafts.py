@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,9 @@ import torch
 from distmuon.buckets import Bucket
 from distmuon.matrices import Shape, gemm_cost
 from distmuon.placement import ParameterSpec
+
+#: Bytes that a matrix of so many rows and columns takes in a Newton-Schulz batch.
+BatchBytes = Callable[[int, int], int]
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,6 @@ class Draft:
     cut: tuple[int, ...]
     whole: tuple[int, ...]
     free: frozenset[Shape] = frozenset()
-
-
-def batch_bytes(rows: int, cols: int, dtype: torch.dtype) -> int:
-    """Bytes that one matrix takes in a Newton-Schulz batch: its place in the stack, two iterates, two squares, fp32
-    staging.
-    """
-    short = min(rows, cols)
-    return (3 * rows * cols + 2 * short * short) * dtype.itemsize + 4 * rows * cols
 
 
 def draft_stages(parameters: Sequence[ParameterSpec], buckets: Iterable[Bucket], rank: int) -> list[Draft]:
@@ -71,13 +66,14 @@ def draft_stages(parameters: Sequence[ParameterSpec], buckets: Iterable[Bucket],
 
 
 def spread_by_shape(
-    parameters: Sequence[ParameterSpec], drafts: Sequence[Draft], rank: int, ns_dtype: torch.dtype, max_bytes: int
+    parameters: Sequence[ParameterSpec], drafts: Sequence[Draft], rank: int, batch_bytes: BatchBytes, max_bytes: int
 ) -> list[Draft]:
     """Move parameters that need no exchange to where their shapes meet others, each draft taking up to ``max_bytes`` of
     them.
 
-    A shape that is also cut in some draft goes to the draft with most of those; others to the drafts with least of such
-    work. What finds no room gets drafts of its own. A parameter that is larger than ``max_bytes`` by itself stays.
+    A shape that is also cut in some draft goes to the draft with most of those, if there is room; others then to the
+    drafts with least of such work. What finds no room gets drafts of its own. A parameter that is larger than
+    ``max_bytes`` by itself stays.
 
     Whatever decides on ``free``, and so on owners, is the same on every rank of a group.
     """
@@ -89,13 +85,18 @@ def spread_by_shape(
     by_shape: dict[Shape, list[tuple[int, int]]] = {}
     for number, draft in enumerate(drafts):
         for index in draft.whole:
-            size = local_batch_bytes(parameters[index], rank, ns_dtype)
+            size = local_batch_bytes(parameters[index], rank, batch_bytes)
             if size > max_bytes:
                 whole[number].append(index)
             else:
                 by_shape.setdefault(next(iter(parameters[index].shapes())), []).append((index, size))
     own: list[list[int]] = []
-    for shape, members in sorted(by_shape.items(), key=lambda item: -gemm_cost(*item[0][:2]) * len(item[1])):
+
+    def turn(item: tuple[Shape, list[tuple[int, int]]]) -> tuple[bool, int]:
+        shape, members = item
+        return shape not in meetings, -gemm_cost(*shape[:2]) * len(members)
+
+    for shape, members in sorted(by_shape.items(), key=turn):
         for chunk, size in _chunks(members, max_bytes):
             room = [number for number in exchanging if filled[number] + size <= max_bytes]
             best = min(room, key=lambda number: (number != meetings.get(shape), cost[number], number), default=None)
@@ -145,10 +146,10 @@ def _chunks(members: Iterable[tuple[int, int]], max_bytes: int) -> Iterable[tupl
         yield chunk, total
 
 
-def local_batch_bytes(spec: ParameterSpec, rank: int, dtype: torch.dtype) -> int:
-    """Upper bound of :func:`batch_bytes` of the matrices that ``rank`` holds."""
+def local_batch_bytes(spec: ParameterSpec, rank: int, batch_bytes: BatchBytes) -> int:
+    """Upper bound of what the matrices that ``rank`` holds take in a batch."""
     numel = math.prod(spec.local_shape3(rank))
-    return max(math.ceil(numel / (rows * spec.cols)) * batch_bytes(rows, spec.cols, dtype) for rows in spec.matrix_rows)
+    return max(math.ceil(numel / (rows * spec.cols)) * batch_bytes(rows, spec.cols) for rows in spec.matrix_rows)
 
 
 def _local_cost(spec: ParameterSpec, rank: int) -> int:

@@ -17,7 +17,7 @@ from distmuon.buckets import Patterns
 from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
 from distmuon.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
-from distmuon.newton_schulz import COEFFICIENTS
+from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients, coefficients_by_step
 from distmuon.placement import ParameterSpec, Storage
 from distmuon.plan import Plan, PlanOptions, plan_step
 from distmuon.step import LocalParameter, Settings, StepRunner
@@ -42,7 +42,8 @@ class DistMuon(torch.optim.Optimizer):
         weight_decay: decoupled weight decay.
         momentum: of the running mean of gradients.
         nesterov: Nesterov momentum.
-        ns_coefficients: a, b, c of the Newton-Schulz polynomial.
+        ns_coefficients: a, b, c of the Newton-Schulz polynomial; or a sequence of them, one a step, the last for all
+            further steps; or "polar_express".
         eps: lower bound of the norm that divides a matrix.
         ns_steps: Newton-Schulz iterations.
         adjust_lr_fn: None or "original", sqrt(max(1, rows / cols)); "match_rms_adamw", 0.2 sqrt(max(rows, cols)).
@@ -50,6 +51,8 @@ class DistMuon(torch.optim.Optimizer):
             the batch. Groups may carry it instead.
         buckets: name patterns of each bucket, in order; None: chosen by size and process group.
         variant: "fused", "batched", "baseline", or a :class:`~distmuon.variants.Variant`.
+        ns_algorithm: arithmetic of Newton-Schulz, "standard", "copy_free" or "gram"; see
+            :mod:`distmuon.newton_schulz`. Only "standard" has the bits of ``torch.optim.Muon``.
         ns_dtype: of Newton-Schulz, bfloat16 or float32.
         max_batch_bytes: what one Newton-Schulz batch of several parameters may hold: stack, scratch, fp32 staging.
 
@@ -67,7 +70,7 @@ class DistMuon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        ns_coefficients: Coefficients = COEFFICIENTS,
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
@@ -75,12 +78,13 @@ class DistMuon(torch.optim.Optimizer):
         row_blocks: RowBlocks | None = None,
         buckets: Patterns | None = None,
         variant: str | Variant = "fused",
+        ns_algorithm: str = "standard",
         ns_dtype: torch.dtype = torch.bfloat16,
-        max_batch_bytes: int = 64 << 20,
+        max_batch_bytes: int = MAX_BATCH_BYTES,
     ) -> None:
         if ns_dtype not in NS_DTYPES:
             raise ValueError(f"ns_dtype is {ns_dtype}: choose torch.bfloat16 or torch.float32")
-        self._options = PlanOptions(buckets, get_variant(variant), ns_dtype, max_batch_bytes)
+        self._options = PlanOptions(buckets, get_variant(variant), ns_dtype, ns_algorithm, max_batch_bytes)
         self._row_blocks = row_blocks
         self._plan: Plan | None = None
         defaults = {
@@ -129,7 +133,7 @@ class DistMuon(torch.optim.Optimizer):
                 loss = closure()
         tensors = []
         for group in self.param_groups:
-            settings = _settings(group)
+            settings = _settings(group, self._options.ns_algorithm)
             for name, parameter in _named(group):
                 tensors.append(self._local(name, parameter, settings))
         self._runner.run(tensors)
@@ -168,7 +172,7 @@ class DistMuon(torch.optim.Optimizer):
         names = [name for group in self.param_groups for name, _ in _named(group)]
         refuse_unmatched("row_blocks", self._row_blocks or (), names)
         for number, group in enumerate(self.param_groups):
-            _settings(group)
+            _settings(group, self._options.ns_algorithm)
             blocks = group["row_blocks"]
             if blocks and self._row_blocks and dict(blocks) != dict(self._row_blocks):
                 raise ValueError(f"row_blocks is {self._row_blocks!r}, but a group carries {blocks!r}: give it once")
@@ -190,10 +194,11 @@ class DistMuon(torch.optim.Optimizer):
 
     def _claims(self, specs: tuple[ParameterSpec, ...]) -> dict[tuple[int, ...], list[tuple[str, str]]]:
         """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
-        settings = [_settings(group) for group in self.param_groups for _ in group["params"]]
+        ns_algorithm = self._options.ns_algorithm
+        settings = [_settings(group, ns_algorithm) for group in self.param_groups for _ in group["params"]]
         common = [
             ("the buckets", repr(self._options.buckets)),
-            ("variant, ns_dtype or max_batch_bytes", repr(replace(self._options, buckets=None))),
+            ("variant, ns_dtype, ns_algorithm or max_batch_bytes", repr(replace(self._options, buckets=None))),
         ]
         claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
         for spec, own in zip(specs, settings, strict=True):
@@ -228,7 +233,7 @@ def _named(group: dict[str, Any]) -> list[tuple[str, Tensor]]:
     return [(clean_name(name), parameter) for name, parameter in zip(names, group["params"], strict=True)]
 
 
-def _settings(group: dict[str, Any]) -> Settings:
+def _settings(group: dict[str, Any], ns_algorithm: str) -> Settings:
     """The settings of a group as numbers.
 
     Raises:
@@ -245,10 +250,10 @@ def _settings(group: dict[str, Any]) -> Settings:
             raise ValueError(f"{name} is {values[name]}: it can't be negative")
     if values["adjust_lr_fn"] not in ADJUST_LR_FNS:
         raise ValueError(f"adjust_lr_fn is {values['adjust_lr_fn']!r}: choose one of {ADJUST_LR_FNS}")
-    if len(values["ns_coefficients"]) != 3:
-        raise ValueError(f"ns_coefficients is {values['ns_coefficients']!r}: give a, b, c")
-    if not 0 < values["ns_steps"] < 100:
-        raise ValueError(f"ns_steps is {values['ns_steps']}: give 1 to 99")
+    ns_steps = group["ns_steps"]
+    if not 0 < ns_steps < 100:
+        raise ValueError(f"ns_steps is {ns_steps}: give 1 to 99")
+    values["ns_coefficients"] = coefficients_by_step(values["ns_coefficients"], ns_steps, ns_algorithm)
     return Settings(**values)
 
 

@@ -49,6 +49,18 @@ def batched_copy_(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> 
         torch._foreach_copy_(list(destinations), list(sources))
 
 
+def copy_group_(packing: str, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy what :func:`group_copies` put together.
+
+    That is :func:`batched_copy_`, but where a ``"bucket"`` shares a call even one pair is a ``torch._foreach_copy_``: a
+    kernel beside the others, and no memcpy, whatever the plan. Its pairs fit by the plan.
+    """
+    if packing == "bucket":
+        torch._foreach_copy_(list(destinations), list(sources))
+    else:
+        batched_copy_(destinations, sources)
+
+
 def group_copies(packing: str, copies: Sequence[Copy]) -> list[list[Copy]]:
     """Which copies of one phase of a bucket share a :func:`batched_copy_`.
 

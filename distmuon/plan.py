@@ -1,9 +1,8 @@
 """The plan of a step: which rank orthogonalises which matrix, what travels, and where each region lies in a buffer.
 
 Pure: from names, shapes, meshes and placements, with no tensor and no process group, so the plan of any rank of any job
-    can
-be made, printed and checked on a laptop. Every rank makes its own; ranks agree because owners and the order of regions
-follow from what all of them know.
+can be made, printed and checked on a laptop. Every rank makes its own; ranks agree because owners and the order of
+regions follow from what all of them know.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ from dataclasses import dataclass, field
 import torch
 
 from distmuon.buckets import Patterns, make_buckets
-from distmuon.drafts import Draft, batch_bytes, draft_stages, local_batch_bytes, spread_by_shape
+from distmuon.drafts import Draft, draft_stages, local_batch_bytes, spread_by_shape
 from distmuon.matrices import Matrix, Shape
+from distmuon.names import choose
+from distmuon.newton_schulz.costs import MAX_BATCH_BYTES, NS_ALGORITHMS, batch_bytes, gemm_flops
 from distmuon.owners import longest_first, shapes_together
 from distmuon.placement import BATCH, COLS, ROWS, ParameterSpec, Region, Segment, regions
 from distmuon.places import Place, flat, rectangle
@@ -32,9 +33,11 @@ class PlanOptions:
     buckets: Patterns | None = None
     variant: Variant = field(default_factory=Variant)
     ns_dtype: torch.dtype = torch.bfloat16
-    max_batch_bytes: int = 64 << 20
+    ns_algorithm: str = "standard"
+    max_batch_bytes: int = MAX_BATCH_BYTES
 
     def __post_init__(self) -> None:
+        choose("ns_algorithm", self.ns_algorithm, NS_ALGORITHMS)
         if self.max_batch_bytes <= 0:
             raise ValueError(f"max_batch_bytes is {self.max_batch_bytes}: give a positive number of bytes")
 
@@ -42,6 +45,10 @@ class PlanOptions:
     def by_shape(self) -> bool:
         """Whether all matrices of one shape are batched together."""
         return self.variant.ns_batching == "shape"
+
+    def batch_bytes(self, rows: int, cols: int) -> int:
+        """Bytes that one matrix takes in a Newton-Schulz batch: its place in the stack, scratch, fp32 staging."""
+        return batch_bytes(rows, cols, self.ns_dtype.itemsize, self.ns_algorithm)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What travels for parameters of ``dtype``."""
@@ -106,7 +113,10 @@ class Plan:
             "bucket": stage.name,
             "rank": self.rank,
             "matrices": sum(batch.matrices for batch in stage.batches),
-            "gemm_flops": sum(batch.gemm_flops(ns_steps) for batch in stage.batches),
+            "gemm_flops": sum(
+                batch.matrices * gemm_flops(batch.rows, batch.cols, ns_steps, self.options.ns_algorithm)
+                for batch in stage.batches
+            ),
             "sent_bytes": wire,
             "received_bytes": wire,
             "collectives": 2 if exchange else 0,
@@ -132,7 +142,7 @@ def plan_step(parameters: Iterable[ParameterSpec], rank: int, options: PlanOptio
     buckets = make_buckets(parameters, options.buckets, by_shape=options.by_shape)
     drafts = draft_stages(parameters, buckets, rank)
     if options.by_shape:
-        drafts = spread_by_shape(parameters, drafts, rank, options.ns_dtype, options.max_batch_bytes)
+        drafts = spread_by_shape(parameters, drafts, rank, options.batch_bytes, options.max_batch_bytes)
     planner = _Planner(parameters, rank, options)
     return Plan(rank, parameters, tuple(planner.stage(draft) for draft in drafts), options)
 
@@ -275,11 +285,11 @@ class _Planner:
         """How many matrices like this one a batch may hold."""
         if not self._options.by_shape:
             return math.inf
-        return self._options.max_batch_bytes // batch_bytes(matrix.rows, matrix.cols, self._options.ns_dtype)
+        return self._options.max_batch_bytes // self._options.batch_bytes(matrix.rows, matrix.cols)
 
     def _too_large(self, matrix: Matrix) -> bool:
         """Whether the matrices of its parameter on this rank are too large to be stacked with others."""
-        size = local_batch_bytes(self._parameters[matrix.parameter], self._rank, self._options.ns_dtype)
+        size = local_batch_bytes(self._parameters[matrix.parameter], self._rank, self._options.batch_bytes)
         return size > self._options.max_batch_bytes
 
     def _shape(self, matrix: Matrix) -> Shape:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from distmuon.matrices import Matrix, gemm_cost
+from distmuon.matrices import Matrix
 from distmuon.places import Place
 
 
@@ -60,10 +60,6 @@ class Batch(NamedTuple):
         if self.matrices == 1:
             return Place(size, stride, self.offset)
         return Place((self.matrices, *size), (self.rows * self.cols, *stride), self.offset)
-
-    def gemm_flops(self, ns_steps: int) -> int:
-        """Multiplications and additions of its matrix products."""
-        return 2 * ns_steps * self.matrices * gemm_cost(self.rows, self.cols)
 
 
 class Piece(NamedTuple):

@@ -21,8 +21,8 @@ from torch import Tensor
 from distmuon import elementwise
 from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
-from distmuon.newton_schulz import orthogonalize_
-from distmuon.packing import batched_copy_, group_copies
+from distmuon.newton_schulz import Triple, orthogonalize_
+from distmuon.packing import copy_group_, group_copies
 from distmuon.placement import ParameterSpec
 from distmuon.places import Place
 from distmuon.plan import Plan
@@ -38,9 +38,8 @@ class Settings:
     weight_decay: float
     momentum: float
     nesterov: bool
-    ns_coefficients: tuple[float, float, float]
+    ns_coefficients: tuple[Triple, ...]  # of each Newton-Schulz iteration
     eps: float
-    ns_steps: int
     adjust_lr_fn: str | None
 
     def adjusted_lr(self, rows: int, cols: int) -> float:
@@ -117,7 +116,8 @@ class _StageRunner:
     def __init__(self, stage: Stage, plan: Plan, buffers: Buffers, exchanger: Exchanger) -> None:
         self._stage = stage
         self._exchanger = exchanger
-        self._ns_dtype = plan.options.ns_dtype
+        self._options = plan.options
+        self._counting = buffers.counting
         self._pieces = {index: plan.pieces(index) for index in stage.parameters}
         self._specs = {index: plan.parameters[index] for index in stage.parameters}
         self._sources: dict[int, Tensor] = {}
@@ -133,7 +133,7 @@ class _StageRunner:
         work = buffers.work(stage)
         self._in_work = [(batch, batch.place.of(work)) for batch in stage.batches if batch.in_work]
         self._in_update = [batch for batch in stage.batches if not batch.in_work]
-        packing = plan.options.variant.packing
+        self._packing = packing = plan.options.variant.packing
         shapes = {index: spec.local_shape(plan.rank) for index, spec in self._specs.items()}
         self._outward = _links(group_copies(packing, stage.moves), work, shapes)
         self._arriving: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -159,7 +159,7 @@ class _StageRunner:
                 self._begin_updates(indices, [tensors[index] for index in indices])
         with phase("pack", self._stage.name):
             for group in self._outward:
-                batched_copy_([link.view for link in group], [link.of(self._sources) for link in group])
+                copy_group_(self._packing, [link.view for link in group], [link.of(self._sources) for link in group])
         if self.exchanges:
             self._exchanger.send(self._stage)
 
@@ -172,14 +172,14 @@ class _StageRunner:
             self._exchanger.wait(self._stage)
             with phase("unpack", name):
                 for places, packed in self._arriving:
-                    batched_copy_(places, packed)
+                    copy_group_(self._packing, places, packed)
             with phase("newton_schulz", name):
                 for batch, matrices in self._in_work:
                     if not batch.ready:
                         self._orthogonalize_(matrices, None, tensors[batch.parameter].settings)
             with phase("repack", name):
                 for places, packed in self._arriving:
-                    batched_copy_(packed, places)
+                    copy_group_(self._packing, packed, places)
             self._exchanger.send_back(self._stage)
         if not ready_first:
             self._orthogonalize_ready(tensors)
@@ -190,7 +190,7 @@ class _StageRunner:
             self._exchanger.wait(self._stage)
         with phase("return_unpack", self._stage.name):
             for group in self._outward:
-                batched_copy_([link.of(self._updates) for link in group], [link.view for link in group])
+                copy_group_(self._packing, [link.of(self._updates) for link in group], [link.view for link in group])
         with phase("apply", self._stage.name):
             self._apply(tensors)
         self._sources.clear()
@@ -225,10 +225,12 @@ class _StageRunner:
         orthogonalize_(
             matrices,
             out,
-            ns_coefficients=settings.ns_coefficients,
-            ns_steps=settings.ns_steps,
+            triples=settings.ns_coefficients,
             eps=settings.eps,
-            ns_dtype=self._ns_dtype,
+            ns_dtype=self._options.ns_dtype,
+            ns_algorithm=self._options.ns_algorithm,
+            counting=self._counting,
+            max_bytes=self._options.max_batch_bytes,
         )
 
     def _apply(self, tensors: Sequence[LocalParameter]) -> None:

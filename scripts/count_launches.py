@@ -13,7 +13,8 @@ import sys
 
 from distmuon import VARIANTS
 from distmuon.commandline import Parser, one_of
-from distmuon.profiling.counting import NS_ALGORITHMS, LaunchCounts, count_launches
+from distmuon.newton_schulz import NS_ALGORITHMS
+from distmuon.profiling.counting import LaunchCounts, count_launches
 from distmuon.profiling.rules import TOOLCHAINS
 from distmuon.workloads import WORKLOADS
 from distmuon.workloads.storage import BUCKETS
@@ -49,7 +50,10 @@ def main() -> None:
 def table(counts: LaunchCounts) -> str:
     """The counts as aligned text."""
     report = counts.to_dict()
-    title = "{workload}, {ranks} ranks, EP {ep}, {variant}, {buckets} buckets; means over the ranks".format(**report)
+    title = (
+        "{workload}, {ranks} ranks, EP {ep}, {variant}, {ns_algorithm} Newton-Schulz, {buckets} buckets; means over "
+        "the ranks"
+    ).format(**report)
     lines = [title, "", f"{'source':<16}{'async copies':>14}{'launches':>12}"]
     lines += [
         f"{row['source']:<16}{row['async_copies']:>14,.2f}{row['launches']:>12,.2f}" for row in report["by_source"]

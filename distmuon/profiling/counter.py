@@ -29,6 +29,8 @@ SOURCES = (
     "ns_norm",
     "gemm",
     "gemm_bias",
+    "ns_diagonal",
+    "transpose",
     "repack",
     "return_unpack",
     "decay",
@@ -46,6 +48,8 @@ _SOURCE_OF = {
     ("newton_schulz", "norm"): "ns_norm",
     ("newton_schulz", "gemm"): "gemm",
     ("newton_schulz", "gemm_bias"): "gemm_bias",
+    ("newton_schulz", "diagonal"): "ns_diagonal",
+    ("newton_schulz", "transpose"): "transpose",
     ("repack", "copy"): "repack",
     ("return_unpack", "copy"): "return_unpack",
     ("apply", "mul_"): "decay",
@@ -124,7 +128,8 @@ class LaunchCounter(TorchDispatchMode):
         """What is counted beside device activity."""
         if func is torch.ops.aten._foreach_copy_.default:
             sizes = [tensor.numel() for tensor in args[0]]
-            self.counts.batched_copies[len(sizes), len(set(sizes)) == 1] += 1
+            if len(sizes) > 1:
+                self.counts.batched_copies[len(sizes), len(set(sizes)) == 1] += 1
         elif func is torch.ops.c10d.alltoall_base_.default:
             _, source, group, _, splits, *_ = args
             own = splits[dist.ProcessGroup.unbox(group).rank()]

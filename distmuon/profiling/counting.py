@@ -19,15 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distmuon.buckets import Patterns
-from distmuon.names import choose
 from distmuon.optimizer import DistMuon
 from distmuon.placement import ParameterSpec
 from distmuon.profiling.counter import SOURCES, Counts, LaunchCounter
 from distmuon.variants import Variant, get_variant
 from distmuon.workloads.config import MUON_RECIPE, Workload, get_workload
 from distmuon.workloads.storage import get_buckets, muon_parameters
-
-NS_ALGORITHMS = ("standard",)
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def count_launches(
         ranks: of the job; default the workload's own.
         ep: expert-parallel degree; default the workload's own.
         variant: of the step.
-        ns_algorithm: arithmetic of Newton-Schulz; "standard" is that of ``torch.optim.Muon``.
+        ns_algorithm: arithmetic of Newton-Schulz, as DistMuon takes it.
         buckets: "published", "auto", or patterns.
         toolchain: "rocm" or "cuda13", whose limits a fused launch has.
 
@@ -112,12 +109,12 @@ def count_launches(
     workload = get_workload(workload) if isinstance(workload, str) else workload
     ranks = workload.default_ranks if ranks is None else ranks
     ep = workload.default_ep if ep is None else ep
-    choose("ns_algorithm", ns_algorithm, NS_ALGORITHMS)
     variant_name = variant if isinstance(variant, str) else repr(variant)
     variant = get_variant(variant)
     patterns = get_buckets(workload, buckets)
     specs = muon_parameters(workload, ranks=ranks, ep=ep)
-    per_rank = tuple(_count_rank(specs, rank, ranks, variant, patterns, toolchain) for rank in range(ranks))
+    options = {"variant": variant, "buckets": patterns, "ns_algorithm": ns_algorithm}
+    per_rank = tuple(_count_rank(specs, rank, ranks, options, toolchain) for rank in range(ranks))
     question = {
         "workload": workload.name,
         "ranks": ranks,
@@ -129,14 +126,12 @@ def count_launches(
     return LaunchCounts(question, per_rank)
 
 
-def _count_rank(
-    specs: list[ParameterSpec], rank: int, ranks: int, variant: Variant, buckets: Patterns | None, toolchain: str
-) -> Counts:
+def _count_rank(specs: list[ParameterSpec], rank: int, ranks: int, options: dict[str, Any], toolchain: str) -> Counts:
     with _fake_ranks(rank, ranks):
         meshes: dict[tuple[int, ...], DeviceMesh] = {}
         named = [(spec.name, _on_meta(spec, rank, meshes)) for spec in specs]
         group = {"params": named, "row_blocks": {spec.name: spec.matrix_rows for spec in specs}}
-        optimizer = DistMuon([group], **MUON_RECIPE, variant=variant, buckets=buckets)
+        optimizer = DistMuon([group], **MUON_RECIPE, **options)
         for _, parameter in named:
             parameter.grad = torch.empty_like(parameter)
         with LaunchCounter(toolchain) as counter:

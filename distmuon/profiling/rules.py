@@ -155,7 +155,14 @@ def reduction_splits(elements: int, outputs: int, warp: int) -> bool:
 
 
 def _copy(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain) -> Parts:
-    return (("copy", copy_activity(arguments[0], arguments[1])),)
+    destination, source = arguments[0], arguments[1]
+    part = "transpose" if destination.dtype == source.dtype and _transposed(destination, source) else "copy"
+    return ((part, copy_activity(destination, source)),)
+
+
+def _transposed(one: Tensor, other: Tensor) -> bool:
+    """Whether one is laid out by rows and the other by columns."""
+    return one.ndim > 1 and (one.stride(-1) < one.stride(-2)) != (other.stride(-1) < other.stride(-2))
 
 
 def _to_copy(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain) -> Parts:
@@ -215,6 +222,7 @@ RULES: dict[Any, Rule] = {
     aten.mul_.Tensor: _one("mul_", KERNEL),  # cuda/BinaryMulKernel.cu
     aten.add_.Tensor: _one("add_", KERNEL),  # cuda/CUDALoops.cuh by BinaryOps
     aten.div_.Tensor: _one("norm", KERNEL),  # cuda/BinaryDivTrueKernel.cu
+    aten.div.out: _one("norm", KERNEL),  # ... which casts to the result's dtype as it writes
     aten.clamp.default: _one("norm", KERNEL),  # cuda/TensorCompare.cu
     aten.clamp_min.default: _one("norm", KERNEL),  # cuda/TensorCompare.cu
     aten.linalg_vector_norm.default: _vector_norm,  # cuda/ReduceNormKernel.cu, cuda/Reduce.cuh
@@ -224,6 +232,12 @@ RULES: dict[Any, Rule] = {
     aten._foreach_add_.List: _foreach("add_", 2),  # cuda/ForeachBinaryOpList.cu
     aten.mm.default: _one("gemm", KERNEL),  # cuda/Blas.cpp
     aten.bmm.default: _one("gemm", KERNEL),  # cuda/Blas.cpp
+    aten.mm.out: _one("gemm", KERNEL),
+    aten.bmm.out: _one("gemm", KERNEL),
+    aten.addmm_.default: _one("gemm", KERNEL),  # cuda/Blas.cpp: copies no bias where it is the result
+    aten.baddbmm_.default: _one("gemm", KERNEL),
+    aten.eq.Tensor_out: _one("diagonal", KERNEL),  # cuda/CompareEQKernel.cu: casts to the result's dtype as it writes
+    aten.add.Tensor: _one("diagonal", KERNEL),  # cuda/CUDALoops.cuh by BinaryOps; identity and a Gram matrix
     aten.addmm.default: _gemm_with_bias,  # cuda/Blas.cpp: addmm_out_cuda_impl
     aten.baddbmm.default: _gemm_with_bias,  # cuda/Blas.cpp: baddbmm_out_cuda_impl
     aten.addmm.out: _gemm_with_bias,

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from distmuon.clipping import clip_grad_norm_
+from distmuon.newton_schulz import COEFFICIENTS, Coefficients
 from distmuon.optimizer import DistMuon
 from distmuon.routing import split_parameters
 from distmuon.variants import Variant
@@ -54,7 +55,9 @@ class Trainer:
         sequences: of the global batch; None for one a rank. One process that is to train as four ranks do takes 4.
         seed: of the weights.
         lr: of both optimizers.
-        ns_dtype: in which DistMuon orthogonalises.
+        ns_algorithm: by which DistMuon orthogonalises.
+        ns_coefficients: of its iterations.
+        ns_dtype: in which it does.
         buckets: "published" for the workload's own, "auto" for DistMuon's choice, or name patterns a bucket.
 
     Attributes:
@@ -80,6 +83,8 @@ class Trainer:
         sequences: int | None = None,
         seed: int = 0,
         lr: float = LEARNING_RATE,
+        ns_algorithm: str = "standard",
+        ns_coefficients: Coefficients = COEFFICIENTS,
         ns_dtype: torch.dtype = torch.bfloat16,
         buckets: str | Sequence[Sequence[str]] = "published",
     ) -> None:
@@ -103,6 +108,8 @@ class Trainer:
             lr=lr,
             buckets=get_buckets(workload, buckets),
             variant=variant,
+            ns_algorithm=ns_algorithm,
+            ns_coefficients=ns_coefficients,
             ns_dtype=ns_dtype,
             **MUON_RECIPE,
         )

@@ -1,12 +1,15 @@
-"""Newton-Schulz orthogonalisation of a matrix, or of a batch of one shape, with the bits of ``torch.optim.Muon``."""
+"""Orthogonalising a matrix, or a batch of one shape."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-#: Keller Jordan's quintic, as in torch.optim.Muon: https://kellerjordan.github.io/posts/muon/
-COEFFICIENTS = (3.4445, -4.775, 2.0315)
+from distmuon.newton_schulz.coefficients import COEFFICIENTS, Triple
+from distmuon.newton_schulz.costs import MAX_BATCH_BYTES, arrangement, filled_steps
+from distmuon.newton_schulz.iterations import ITERATIONS, Identities, iteration_dtype
 
 #: On a CPU matrices with a shorter short side are orthogonalised one at a time, each in memory of its own. Up to 16^3
 #: multiply-adds PyTorch multiplies one pair of bf16 matrices by itself but hands a batch of them to oneDNN
@@ -19,13 +22,14 @@ def orthogonalize_(
     matrices: Tensor,
     out: Tensor | None = None,
     *,
-    ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
-    ns_steps: int = 5,
+    triples: Sequence[Triple] = (COEFFICIENTS,) * 5,
     eps: float = 1e-7,
     ns_dtype: torch.dtype = torch.bfloat16,
+    ns_algorithm: str = "standard",
+    counting: Tensor | None = None,
+    max_bytes: int = MAX_BATCH_BYTES,
 ) -> None:
-    """Orthogonalise ``matrices``: ``X <- a X + (b X X^T + c (X X^T)^2) X`` for ``ns_steps`` iterations, on the short
-    side.
+    """Orthogonalise ``matrices``: ``X <- a X + (b X X^T + c (X X^T)^2) X`` for each of ``triples``, on the short side.
 
     A batch has the bits of its matrices one at a time.
 
@@ -33,12 +37,14 @@ def orthogonalize_(
         matrices: (rows, cols) or (n, rows, cols), any dtype.
         out: of the same shape, receives the result, rounded to its dtype once, and ``matrices`` are not changed. None:
             the result replaces them, and nothing is cast if they are of ``ns_dtype`` already.
-        ns_coefficients: a, b, c.
-        ns_steps: iterations.
+        triples: a, b, c of each iteration.
         eps: lower bound of the norm that divides the input.
-        ns_dtype: of norm, products and iterates.
+        ns_dtype: of norm, products and iterates; where it is bfloat16, "gram" iterates in float16.
+        ns_algorithm: one of :data:`~distmuon.newton_schulz.NS_ALGORITHMS`.
+        counting: 0, 1, 2, ... on the device, at least as many as the short side has, from which identities are made;
+            None for a tensor of its own.
+        max_bytes: within which identities are made for several steps at once.
     """
-    a, b, c = ns_coefficients
     batched = matrices.ndim == 3
     rows, cols = matrices.shape[-2:]
     small = matrices.device.type == "cpu" and min(rows, cols) < MIN_BATCHED_SIDE_ON_CPU
@@ -47,29 +53,38 @@ def orthogonalize_(
             orthogonalize_(
                 matrix,
                 result,
-                ns_coefficients=ns_coefficients,
-                ns_steps=ns_steps,
+                triples=triples,
                 eps=eps,
                 ns_dtype=ns_dtype,
+                ns_algorithm=ns_algorithm,
+                counting=counting,
+                max_bytes=max_bytes,
             )
         return
-    addmm, mm = (torch.baddbmm, torch.bmm) if batched else (torch.addmm, torch.mm)
     in_place = out is None and matrices.dtype == ns_dtype and not small
     # With another out a copy even if nothing is cast: the division below must not reach the momentum.
     x = matrices if in_place else matrices.to(ns_dtype, copy=True)
     out = matrices if out is None else out
     # Over the stored orientation, so that a matrix and its place in a batch are summed in the same order.
     norm = torch.linalg.vector_norm(x.flatten(1), dim=1)[:, None, None] if batched else torch.linalg.vector_norm(x)
-    x.div_(norm.clamp(min=eps))
+    norm = norm.clamp(min=eps)
+    arithmetic = arrangement(rows, cols, ns_algorithm)
+    dtype = iteration_dtype(arithmetic, ns_dtype)
+    x = x.div_(norm) if dtype == x.dtype else torch.div(x, norm, out=torch.empty_like(x, dtype=dtype))
     # The first iteration reads a tall matrix through its transpose and leaves a wide, contiguous one. Copying it into a
     # wide one before would round differently.
     tall = rows > cols
-    x = x.mT if tall else x
-    for step in range(ns_steps):
-        gram = mm(x, x.mT)
-        polynomial = addmm(gram, gram, gram, beta=b, alpha=c)
-        if in_place and not tall and 0 < step == ns_steps - 1:  # x is no longer in out
-            addmm(x, polynomial, x, beta=a, out=out)
-            return
-        x = addmm(x, polynomial, x, beta=a)
-    out.copy_(x.mT if tall else x)
+    wide = x.mT if tall else x
+    wide_out = wide if x is out else out.mT if tall else out
+    short = min(rows, cols)
+    if counting is None and arithmetic != "standard":
+        counting = torch.arange(short, dtype=torch.int32, device=x.device)
+    identities = None
+    if counting is not None:
+        number = len(matrices) if batched else 1
+        together = filled_steps(number, rows, cols, dtype.itemsize, ns_algorithm, len(triples), max_bytes)
+        identities = Identities(counting[:short], together)
+    target = None if small or out.dtype != dtype else wide_out
+    result = ITERATIONS[arithmetic](wide, triples, target, identities)
+    if result is not wide_out:
+        wide_out.copy_(result.to(ns_dtype))  # rounded to that, too, wherever it goes

@@ -1,6 +1,6 @@
 # `make report` and `make test` are all the set-up there is: the first call makes .venv and installs into it.
 #
-#   make report            train, profile, write reports/distmuon.html     QUICK=1: smallest parameters
+#   make report            train, profile, write reports/distmuon.html and the page it links to; QUICK=1: smallest parameters
 #   make test              the tests; SLOW=1 runs the slow ones too        PYTEST_ARGS="-k plan": handed to pytest
 #   make lab               JupyterLab on notebooks/
 #   make lint              ruff, notebooks without outputs                 make types: mypy; make format: mend what ruff can
@@ -15,9 +15,10 @@ SLOW ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/installed
-NOTEBOOK := notebooks/01_published_profile.ipynb
 REPORT := reports/distmuon.html
-QUICK_PARAMETERS := -p workload tiny -p steps 1 -p repeats 2
+ABLATION := reports/ablation.html
+QUICK_PROFILE := -p workload tiny -p steps 1 -p repeats 2
+QUICK_ABLATION := -p workload tiny -p timed tiny -p steps 1 -p tokens 16 -p turns 5
 CODE := distmuon scripts tests notebooks
 
 .PHONY: setup report test lab lint types format clean
@@ -31,7 +32,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 report: $(INSTALLED)
-	$(BIN)/python scripts/run_notebook.py $(NOTEBOOK) $(if $(QUICK),$(QUICK_PARAMETERS)) --html $(REPORT)
+	$(BIN)/python scripts/run_notebook.py notebooks/02_ablation.ipynb $(if $(QUICK),$(QUICK_ABLATION)) \
+		--html $(ABLATION) --link "The published packing profile" $(notdir $(REPORT))
+	$(BIN)/python scripts/run_notebook.py notebooks/01_published_profile.ipynb $(if $(QUICK),$(QUICK_PROFILE)) \
+		--html $(REPORT) --link "A switch at a time" $(notdir $(ABLATION))
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(if $(SLOW),,-m "not slow") $(PYTEST_ARGS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,8 @@ from distmuon.plan import Plan
 from distmuon.schedule import Stage
 
 SLOTS = 2
+
+Key = tuple[str, int]  # which buffer of a stage, and the slot it is in
 
 
 class Buffers:
@@ -23,12 +27,8 @@ class Buffers:
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        exchanging = [stage.name for stage in plan.stages if stage.exchange]
-        self._slots = {name: index % SLOTS for index, name in enumerate(exchanging)}
-        sizes: dict[tuple[str, int], int] = {}
-        for stage in plan.stages:
-            for key, size in self._needs(stage).items():
-                sizes[key] = max(sizes.get(key, 0), size)
+        self._slots = _slots(plan)
+        sizes = buffer_bytes(plan)
         #: 0, 1, 2, ...: what Newton-Schulz without bias copies makes identities of.
         self.counting: Tensor | None = None
         if plan.options.ns_algorithm != "standard":
@@ -44,27 +44,69 @@ class Buffers:
     def holder(self, stage: Stage) -> Tensor:
         """The packed buffer on the holder's side: sent on the way out, received on the way back."""
         assert stage.exchange is not None
-        return self._view(self._key("holder", stage), stage.exchange.send_numel, stage.exchange.dtype)
+        return self._view(_key("holder", stage, self._slots), stage.exchange.send_numel, stage.exchange.dtype)
 
     def owner(self, stage: Stage) -> Tensor:
         """The packed buffer on the owner's side: received on the way out, sent on the way back."""
         assert stage.exchange is not None
-        return self._view(self._key("owner", stage), stage.exchange.receive_numel, stage.exchange.dtype)
+        return self._view(_key("owner", stage, self._slots), stage.exchange.receive_numel, stage.exchange.dtype)
 
     def work(self, stage: Stage) -> Tensor:
         """The work buffer."""
-        return self._view(self._key("work", stage), stage.work_numel, stage.work_dtype)
+        return self._view(_key("work", stage, self._slots), stage.work_numel, stage.work_dtype)
 
-    def _needs(self, stage: Stage) -> dict[tuple[str, int], int]:
-        needs = {self._key("work", stage): stage.work_bytes}
-        if exchange := stage.exchange:
-            needs[self._key("holder", stage)] = exchange.send_numel * exchange.dtype.itemsize
-            needs[self._key("owner", stage)] = exchange.receive_numel * exchange.dtype.itemsize
-        return needs
-
-    def _key(self, what: str, stage: Stage) -> tuple[str, int]:
-        filled_early = stage.exchange is not None and (what != "work" or bool(stage.moves))
-        return what, self._slots[stage.name] if filled_early else SLOTS
-
-    def _view(self, key: tuple[str, int], numel: int, dtype: torch.dtype) -> Tensor:
+    def _view(self, key: Key, numel: int, dtype: torch.dtype) -> Tensor:
         return self._bytes[key][: numel * dtype.itemsize].view(dtype)
+
+
+def buffer_bytes(plan: Plan) -> dict[Key, int]:
+    """Bytes of each buffer that the plan's stages need."""
+    slots = _slots(plan)
+    sizes: dict[Key, int] = {}
+    for stage in plan.stages:
+        needs = {_key("work", stage, slots): stage.work_bytes}
+        if exchange := stage.exchange:
+            needs[_key("holder", stage, slots)] = exchange.send_numel * exchange.dtype.itemsize
+            needs[_key("owner", stage, slots)] = exchange.receive_numel * exchange.dtype.itemsize
+        for key, size in needs.items():
+            sizes[key] = max(sizes.get(key, 0), size)
+    return sizes
+
+
+def peak_bytes(plan: Plan) -> int:
+    """Bytes that a step holds at once beside parameters, gradients and momenta, at most.
+
+    These are the buffers, and the updates of the stages under way (:func:`under_way`). What one batch of Newton-Schulz
+    holds for itself comes on top; ``max_batch_bytes`` bounds it.
+    """
+
+    def updates(stage: Stage) -> int:
+        return sum(plan.parameters[index].local_bytes(plan.rank) for index in stage.parameters)
+
+    return sum(buffer_bytes(plan).values()) + max(sum(map(updates, stages)) for stages in under_way(plan))
+
+
+def under_way(plan: Plan) -> list[tuple[Stage, ...]]:
+    """For each stage, those that have begun and not finished while it computes: they hold updates.
+
+    As :mod:`distmuon.step` runs them: before a stage that exchanges computes, the next such stage begins, and the one
+    before finishes to make room for it.
+    """
+    upcoming = [stage for stage in plan.stages if stage.exchange]
+    alive = [upcoming.pop(0)] if upcoming else []
+    found: list[tuple[Stage, ...]] = []
+    for stage in plan.stages:
+        if stage.exchange and upcoming:
+            alive = [stage, upcoming.pop(0)]
+        found.append(tuple(alive) if stage.exchange else (*alive, stage))
+    return found
+
+
+def _slots(plan: Plan) -> dict[str, int]:
+    exchanging = [stage.name for stage in plan.stages if stage.exchange]
+    return {name: index % SLOTS for index, name in enumerate(exchanging)}
+
+
+def _key(what: str, stage: Stage, slots: Mapping[str, int]) -> Key:
+    filled_early = stage.exchange is not None and (what != "work" or bool(stage.moves))
+    return what, slots[stage.name] if filled_early else SLOTS

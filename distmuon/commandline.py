@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from distmuon.names import choose
+
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,14 +34,19 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
 
-def one_of(kind: str, options: Iterable[str]) -> Callable[[str], str]:
-    """An argparse ``type`` that takes one of ``options`` and names the nearest for any other text."""
-    valid = list(options)
+def checked(read: Callable[[str], T]) -> Callable[[str], T]:
+    """An argparse ``type`` that shows the message of the ``ValueError`` with which ``read`` refuses a text."""
 
-    def read(text: str) -> str:
+    def convert(text: str) -> T:
         try:
-            return choose(kind, text, valid)
+            return read(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return read
+    return convert
+
+
+def one_of(kind: str, options: Iterable[str]) -> Callable[[str], str]:
+    """An argparse ``type`` that takes one of ``options`` and names the nearest for any other text."""
+    valid = list(options)
+    return checked(lambda text: choose(kind, text, valid))

@@ -1,9 +1,11 @@
-"""Time what should be quick: planning a rank, and counting a step. Prints a table; a benchmark, not a test.
+"""Time what should be quick, and compare variants where a GPU is not needed. A benchmark, not a test.
 
     python scripts/benchmark.py
 
 Planning is the best of several runs with nothing cached; counting includes making every rank's optimizer on meta
-tensors. Memory is the peak of the whole process, importing torch included.
+tensors. Memory is the peak of the whole process, importing torch included. The host side of a step is that of rank 0
+with every side of the matrices divided by 16, variants in turn; peak buffers are those of the rank with most, from the
+plan: packed and work buffers, and the updates under way.
 """
 
 from __future__ import annotations
@@ -14,14 +16,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from distmuon.buffers import peak_bytes
 from distmuon.commandline import Parser
 from distmuon.placement import cut_blocks, dim_segments
-from distmuon.plan import plan_step
+from distmuon.plan import PlanOptions, plan_step
+from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.counting import count_launches
+from distmuon.profiling.host import measure_host
+from distmuon.profiling.noise import paired_change
 from distmuon.workloads import get_workload
-from distmuon.workloads.storage import PUBLISHED_BUCKETS, muon_parameters
+from distmuon.workloads.storage import PUBLISHED_BUCKETS, muon_parameters, plan_for
 
 REPEATS = 5
+CONTESTANTS = ("baseline", "batched", "fused", "fused+buckets=auto")  # the others are compared with the first
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -39,25 +46,47 @@ def planning_seconds(name: str) -> float:
     def plan_from_nothing() -> None:
         for cached in (dim_segments, cut_blocks):
             cached.cache_clear()
-        plan_step(specs, 0, PUBLISHED_BUCKETS[name])
+        plan_step(specs, 0, PlanOptions(PUBLISHED_BUCKETS[name]))
 
     return min(seconds(plan_from_nothing) for _ in range(REPEATS))
+
+
+def peak_buffer_bytes(workload: str, contestant: str) -> int:
+    """Of the rank that holds most."""
+    options = Contestant(contestant).options(buckets="published")
+    ranks = range(get_workload(workload).default_ranks)
+    return max(peak_bytes(plan_for(workload, rank=rank, **options)) for rank in ranks)
 
 
 def main() -> None:
     """Measure and print."""
     Parser(__doc__).parse_args()
-    lines = [f"{'what':<52}{'measured':>12}"]
+
+    def show(what: str, figure: float, unit: str, digits: int = 1) -> None:
+        print(f"{what:<64}{figure:>10,.{digits}f} {unit}".rstrip(), flush=True)
+
     for name in ("kimi-debug", "moonlight-16b"):
-        ranks = get_workload(name).default_ranks
-        lines.append(f"{f'plan one rank of {name} on {ranks}':<52}{planning_seconds(name) * 1e3:>9.1f} ms")
+        show(f"plan one rank of {name} on {get_workload(name).default_ranks}", planning_seconds(name) * 1e3, "ms")
     for name in ("kimi-debug", "moonlight-16b"):
-        ranks = get_workload(name).default_ranks
         took = seconds(partial(count_launches, name))
-        lines.append(f"{f'count a step of {name} on {ranks} ranks':<52}{took:>9.1f} s")
+        show(f"count a step of {name} on {get_workload(name).default_ranks} ranks", took, "s")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    lines.append(f"{'peak memory':<52}{peak:>9.0f} MiB")
-    sys.stdout.write("\n".join(lines) + "\n")
+    show("peak memory", peak, "MiB", 0)
+
+    baseline, *others = measure_host(CONTESTANTS)
+    show(f"host side of a step, {baseline.contestant}", baseline.median_ms, "ms", 2)
+    show("  operators dispatched (and views)", baseline.without_views, f"({baseline.views:,})", 0)
+    for each in others:
+        change = paired_change(baseline.times_ms, each.times_ms)
+        ends = f"times {baseline.contestant} ({1 + change.low:.2f} to {1 + change.high:.2f})"
+        show(f"host side of a step, {each.contestant}", 1 + change.median, ends, 2)
+        show("  operators dispatched (and views)", each.without_views, f"({each.views:,})", 0)
+
+    for name in ("kimi-debug", "moonlight-16b"):
+        peaks = {text: peak_buffer_bytes(name, text) for text in CONTESTANTS}
+        for text, held in peaks.items():
+            above = (held - peaks[CONTESTANTS[0]]) / 2**20
+            show(f"peak buffers a rank of {name}, {text}", held / 2**20, f"MiB ({above:+,.1f})")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Count what one optimizer step launches on a GPU, with no GPU, no weights and no other process.
 
     python scripts/count_launches.py --workload kimi-debug --ranks 4 --ep 2 --variant baseline
+    python scripts/count_launches.py --variant baseline --set packing=bucket --set elementwise=bucket
 
 Means over the ranks: async copies (memcpys), launches (all device activity but collectives), collectives, and bytes
 sent to other ranks; each source of launches; and the fused copies of more than one pair, summed over ranks.
@@ -10,40 +11,46 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
-from distmuon import VARIANTS
-from distmuon.commandline import Parser, one_of
+from distmuon.commandline import Parser, checked, one_of
 from distmuon.newton_schulz import NS_ALGORITHMS
+from distmuon.profiling.contestants import Contestant, read_setting
 from distmuon.profiling.counting import LaunchCounts, count_launches
 from distmuon.profiling.rules import TOOLCHAINS
-from distmuon.workloads import WORKLOADS
+from distmuon.workloads import get_workload
 from distmuon.workloads.storage import BUCKETS
 
 
 def main() -> None:
     """Count and print."""
     parser = Parser(__doc__)
-    parser.add_argument("--workload", type=one_of("workload", WORKLOADS), default="kimi-debug")
+    parser.add_argument("--workload", type=checked(lambda name: get_workload(name).name), default="kimi-debug")
     parser.add_argument("--ranks", type=int, help="default: the workload's own")
     parser.add_argument("--ep", type=int, help="expert-parallel degree; default: the workload's own")
-    parser.add_argument("--variant", type=one_of("variant", VARIANTS), default="fused")
+    parser.add_argument("--variant", type=checked(Contestant), default="fused", metavar="VARIANT[+SWITCH=VALUE...]")
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        type=checked(read_setting),
+        metavar="SWITCH=VALUE",
+        help="turn a switch of the variant, as packing=bucket; may be given several times",
+    )
     parser.add_argument("--ns-algorithm", type=one_of("ns_algorithm", NS_ALGORITHMS), default="standard")
     parser.add_argument("--buckets", type=one_of("buckets", BUCKETS), default="published")
     parser.add_argument("--toolchain", type=one_of("toolchain", TOOLCHAINS), default="rocm", help="limits of a launch")
     parser.add_argument("--format", type=one_of("format", ("table", "json")), default="table")
     arguments = parser.parse_args()
+    contestant = arguments.variant.turned(*arguments.settings)
+    options = contestant.options(ns_algorithm=arguments.ns_algorithm, buckets=arguments.buckets)
+    question = arguments.workload, arguments.ranks, arguments.ep
     try:
-        counts = count_launches(
-            arguments.workload,
-            arguments.ranks,
-            arguments.ep,
-            arguments.variant,
-            ns_algorithm=arguments.ns_algorithm,
-            buckets=arguments.buckets,
-            toolchain=arguments.toolchain,
-        )
+        counts = count_launches(*question, **options, toolchain=arguments.toolchain)
     except ValueError as error:
         parser.error(str(error))
+    counts = replace(counts, question=counts.question | {"variant": contestant.text})
     sys.stdout.write(json.dumps(counts.to_dict(), indent=1) + "\n" if arguments.format == "json" else table(counts))
 
 

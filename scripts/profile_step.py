@@ -2,6 +2,7 @@
 """Train a workload for real and profile its optimizer's steps, variant beside variant.
 
     python scripts/profile_step.py --workload kimi-debug --ranks 4 --ep 2 --variant baseline --variant batched --steps 5
+    python scripts/profile_step.py --variant fused --variant fused+wire_dtype=parameter --set buckets=auto
 
 Starts its own ranks (gloo on CPU, NCCL or RCCL where there is a GPU a rank); under torchrun it joins those that are
 there. Writes summary.json, events.parquet, rank{r}.trace.json.gz and rank{r}.log.
@@ -17,13 +18,14 @@ import signal
 import sys
 from pathlib import Path
 
-from distmuon.commandline import Parser, one_of
+from distmuon.commandline import Parser, checked, one_of
+from distmuon.profiling.contestants import Contestant, read_setting
 from distmuon.profiling.launch import RankFailure
 from distmuon.profiling.run import profile
-from distmuon.profiling.session import BUCKETS, DEVICES, NS_DTYPES, Settings
+from distmuon.profiling.session import DEVICES, NS_DTYPES, Settings
 from distmuon.profiling.tables import profile_table
-from distmuon.variants import VARIANTS
-from distmuon.workloads import WORKLOADS
+from distmuon.workloads import get_workload
+from distmuon.workloads.storage import BUCKETS
 
 
 def main() -> int:
@@ -33,7 +35,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a stopped run ends its ranks, too
     try:
         chosen = {name: getattr(arguments, name) for name in names}
-        settings = Settings(variants=tuple(arguments.variants or Settings().variants), **chosen)
+        contestants = arguments.variants or map(Contestant, Settings().variants)
+        turned = [contestant.turned(*arguments.settings).text for contestant in contestants]
+        settings = Settings(variants=tuple(turned), **chosen)
         run = profile(settings, arguments.out, silence_s=arguments.time_limit)
     except (ValueError, FileExistsError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -58,15 +62,25 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     default = Settings()
     parser = Parser(__doc__)
-    parser.add_argument("--workload", type=one_of("workload", WORKLOADS), default=default.workload)
+    parser.add_argument("--workload", type=checked(lambda name: get_workload(name).name), default=default.workload)
     parser.add_argument("--ranks", type=int, default=default.ranks)
     parser.add_argument("--ep", type=int, default=default.ep, help="expert-parallel degree")
     parser.add_argument(
         "--variant",
         dest="variants",
         action="append",
-        type=one_of("variant", VARIANTS),
+        type=checked(Contestant),
+        metavar="VARIANT[+SWITCH=VALUE...]",
         help="may be given several times; the others are compared with the first",
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        type=checked(read_setting),
+        metavar="SWITCH=VALUE",
+        help="turn a switch of every variant given, as packing=bucket; may be given several times",
     )
     parser.add_argument("--steps", type=int, default=default.steps, help="profiled steps of a repeat")
     parser.add_argument("--repeats", type=int, default=default.repeats)

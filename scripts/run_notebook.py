@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -42,12 +41,11 @@ def main() -> int:
         return 130
     try:
         page = render(run.notebook)
+        if arguments.html:
+            page = render(run.notebook, arguments.html, dict(arguments.links))
     except ValueError as error:  # the notebook ran, but shows what a page must not hold
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if arguments.html:
-        arguments.html.parent.mkdir(parents=True, exist_ok=True)
-        page = Path(shutil.copyfile(page, arguments.html))
     if run.mark and not run.failure:
         print(run.mark["headline"] or "", run.mark["conclusion"], sep="\n\n")
     if run.failure:
@@ -72,6 +70,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("-f", "--file", type=Path, metavar="FILE.yaml", help="parameters; -p comes before them")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a fresh one under runs/)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="put a copy of the page here")
+    parser.add_argument(
+        "--link",
+        dest="links",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("LABEL", "PAGE"),
+        help="link that copy to a page beside it, by its relative path; may be given several times",
+    )
     parser.add_argument("--cell-timeout", type=int, metavar="SECONDS", help="limit for each cell (default: none)")
     return parser.parse_args()
 

@@ -243,9 +243,16 @@ def test_the_script_prints_json():
     assert [row["rank"] for row in report["per_rank"]] == [0, 1, 2, 3]
 
 
+def test_the_script_turns_switches_of_a_variant():
+    done = script("--workload", "tiny", "--variant", "baseline", "--set", "packing=parameter", "--format", "json")
+    report, batched = json.loads(done.stdout), count_launches("tiny", variant="batched").to_dict()
+    assert report == batched
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--set", "paking=bucket"], "unknown switch 'paking'; did you mean 'packing'?"),
         (["--variant", "basline"], "unknown variant 'basline'; did you mean 'baseline'?"),
         (["--ns-algorithm", "copyfree"], "unknown ns_algorithm 'copyfree'; did you mean 'copy_free'?"),
         (["--workload", "kimi"], "unknown workload 'kimi'; did you mean 'kimi-k2'?"),

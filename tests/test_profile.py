@@ -311,6 +311,9 @@ def script() -> ModuleType:
     [
         (["--workload", "kimi-debgu"], "did you mean 'kimi-debug'"),
         (["--variant", "bacthed"], "did you mean 'batched'"),
+        (["--variant", "fused+paking=bucket"], "unknown switch 'paking'; did you mean 'packing'"),
+        (["--set", "packing=buckt"], "did you mean 'bucket'"),
+        (["--variant", "baseline", "--variant", "batched", "--set", "packing=bucket"], "each once"),
         (["--rank", "4"], "did you mean '--ranks'"),
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--ranks", "3", "--ep", "2"], "3"),

@@ -124,6 +124,12 @@ def page(sample: tuple[Run, str]) -> Path:
     return sample[0].notebook.with_suffix(".html")
 
 
+def test_a_page_links_to_pages_beside_it(sample: tuple[Run, str], tmp_path: Path) -> None:
+    page = render(sample[0].notebook, tmp_path / "page.html", {"Another <page>": "other.html"})
+    assert '<a href="other.html">Another &lt;page&gt;</a>' in page.read_text()
+    assert outside_references(page.read_text()) == []
+
+
 # Parameters
 
 

@@ -122,6 +122,25 @@ def test_experts_not_divisible_by_ep_are_refused():
         get_workload("kimi-debug").layout(6, 3)
 
 
+def test_a_workload_may_be_divided():
+    half, whole = get_workload("kimi-debug/2"), get_workload("kimi-debug")
+    shapes = [
+        {name: parameter.shape for name, parameter in build_model(workload, "meta").named_parameters()}
+        for workload in (half, whole)
+    ]
+    for name, shape in shapes[1].items():
+        counted = "gate" in name or "experts.w" in name  # one side is a number of experts
+        assert shapes[0][name][-1] * 2 == shape[-1]
+        assert shapes[0][name][0] * (1 if counted and "shared" not in name else 2) == shape[0]
+    assert half.published_buckets == whole.published_buckets
+    with pytest.raises(ValueError, match="'kimi-debug' can't be divided by 3: width=256"):
+        get_workload("kimi-debug/3")
+    with pytest.raises(ValueError, match="write a whole number after the stroke, as in kimi-debug/2"):
+        get_workload("kimi-debug/half")
+    with pytest.raises(ValueError, match="did you mean 'kimi-debug'"):
+        get_workload("kimi-debgu/2")
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "ep", "dim"),
     [

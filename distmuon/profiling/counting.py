@@ -7,23 +7,15 @@ code that trains dispatches.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-
 from distmuon.buckets import Patterns
-from distmuon.optimizer import DistMuon
 from distmuon.placement import ParameterSpec
 from distmuon.profiling.counter import SOURCES, Counts, LaunchCounter
+from distmuon.profiling.standin import make_optimizer, stand_for
 from distmuon.variants import Variant, get_variant
-from distmuon.workloads.config import MUON_RECIPE, Workload, get_workload
+from distmuon.workloads.config import Workload, get_workload
 from distmuon.workloads.storage import get_buckets, muon_parameters
 
 
@@ -127,43 +119,8 @@ def count_launches(
 
 
 def _count_rank(specs: list[ParameterSpec], rank: int, ranks: int, options: dict[str, Any], toolchain: str) -> Counts:
-    with _fake_ranks(rank, ranks):
-        meshes: dict[tuple[int, ...], DeviceMesh] = {}
-        named = [(spec.name, _on_meta(spec, rank, meshes)) for spec in specs]
-        group = {"params": named, "row_blocks": {spec.name: spec.matrix_rows for spec in specs}}
-        optimizer = DistMuon([group], **MUON_RECIPE, **options)
-        for _, parameter in named:
-            parameter.grad = torch.empty_like(parameter)
+    with stand_for(rank, ranks):
+        optimizer = make_optimizer(specs, rank, "meta", **options)
         with LaunchCounter(toolchain) as counter:
             optimizer.step()
         return counter.counts
-
-
-@contextmanager
-def _fake_ranks(rank: int, ranks: int) -> Iterator[None]:
-    """Torch's fake process group: this process is ``rank`` of ``ranks``, and collectives move nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    if dist.is_initialized():
-        raise RuntimeError("a process group exists already: count in a process without one")
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _on_meta(spec: ParameterSpec, rank: int, meshes: dict[tuple[int, ...], DeviceMesh]) -> nn.Parameter:
-    """The parameter as a DTensor whose local tensor is on meta: shapes and strides, no memory."""
-    shape = torch.Size(spec.shape)
-    if spec.storage is None:
-        return nn.Parameter(torch.empty(shape, dtype=spec.dtype, device="meta"))
-    storage = spec.storage
-    if storage.mesh_shape not in meshes:
-        meshes[storage.mesh_shape] = DeviceMesh("cpu", torch.tensor(storage.ranks).view(storage.mesh_shape))
-    local = torch.empty(spec.local_shape3(rank)[3 - len(shape) :], dtype=spec.dtype, device="meta")
-    stride = torch.empty(shape, device="meta").stride()
-    mesh = meshes[storage.mesh_shape]
-    return nn.Parameter(
-        DTensor.from_local(local, mesh, storage.placements, run_check=False, shape=shape, stride=stride)
-    )

@@ -7,6 +7,7 @@ readers can tell apart, and differ in lightness, so that they can be told apart 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pandas as pd
@@ -14,7 +15,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from distmuon.profiling.noise import Change
 from distmuon.profiling.tables import SOURCE_GROUPS
@@ -24,7 +25,16 @@ WIDTH = 9.0  # inches: a page
 
 _INK = "#222222"
 # Colour, marker and line of each variant, by its place among them.
-_VARIANTS = (("#0072B2", "o", "-"), ("#E69F00", "s", "--"), ("#009E73", "^", ":"), ("#CC79A7", "D", "-."))
+_VARIANTS = (
+    ("#0072B2", "o", "-"),
+    ("#E69F00", "s", "--"),
+    ("#009E73", "^", ":"),
+    ("#CC79A7", "D", "-."),
+    ("#D55E00", "v", "-"),
+    ("#56B4E9", "P", "--"),
+    ("#000000", "X", ":"),
+    ("#999999", "*", "-."),
+)
 _SOURCE_COLOURS = ("#0B3C5D", "#3F88C5", "#A6CEE3", "#D9D9D9", "#7F3B08", "#B35806", "#F1A340", "#FEE0B6")
 _PHASE_COLOURS = {
     "momentum": "#999999",
@@ -163,6 +173,117 @@ def training(rows: pd.DataFrame) -> Figure:
         axis.set(xlabel="step", ylabel=label)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0].legend(frameon=False, fontsize=8, ncols=2)
+    return figure
+
+
+def waterfall(sources: pd.DataFrame) -> Figure:
+    """Launches from one contestant to the last, a switch at a time: what each switch takes away, by source, and adds.
+
+    Args:
+        sources: a row a contestant: ``switch``, and launches of each group of sources.
+    """
+    table = sources.set_index("switch")[list(SOURCE_GROUPS)].T
+    names = list(table.columns)
+    figure, (axis,) = _axes(height=1.4 + 0.48 * (len(names) + 1))
+    colours = dict(zip(SOURCE_GROUPS, _SOURCE_COLOURS, strict=True))
+    style: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6}
+    largest = table.sum().max()
+
+    def stack(position: int, widths: pd.Series, left: float) -> None:
+        for group, width in widths.items():
+            axis.barh(position, width, left=left, height=0.62, color=colours[str(group)], **style)
+            left += width
+
+    stack(0, table[names[0]], 0)
+    stack(len(names), table[names[-1]], 0)
+    for position, (before, after) in enumerate(pairwise(names), start=1):
+        change = table[after] - table[before]
+        fallen = (-change).clip(lower=0)
+        low = table[before].sum() - fallen.sum()
+        stack(position, fallen, low)
+        for group, width in change.clip(lower=0).items():
+            axis.barh(position + 0.4, width, left=low, height=0.12, color=colours[str(group)], hatch="////", **style)
+            low += width
+        axis.plot([table[before].sum()] * 2, [position - 0.7, position + 0.3], color=_INK, linewidth=0.6)
+        text = f"{change.sum():+,g}" if change.any() else "none"
+        axis.text(table[before].sum() + 0.01 * largest, position, text, va="center", color=_INK)
+    for position, name in ((0, names[0]), (len(names), names[-1])):
+        axis.text(table[name].sum() + 0.01 * largest, position, f"{table[name].sum():,g}", va="center", color=_INK)
+    axis.set(xlim=(0, 1.1 * largest), xlabel="launches a rank and step")
+    axis.set_yticks(range(len(names) + 1), [*names, "what is left"])
+    axis.invert_yaxis()
+    handles = [Patch(color=colour, label=group) for group, colour in colours.items()]
+    handles.append(Patch(facecolor="white", edgecolor=_INK, hatch="////", label="thin: added"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
+    return figure
+
+
+def time_changes(changes: pd.DataFrame) -> Figure:
+    """How the times of each contestant differ from the first's, with intervals: a panel a kind of time.
+
+    Args:
+        changes: ``label``, ``kind``, ``median``, ``low``, ``high`` as fractions; those of the first are 0.
+    """
+    kinds = list(dict.fromkeys(changes["kind"]))
+    names = list(dict.fromkeys(changes["label"]))
+    figure, axes = _axes(columns=len(kinds), height=0.9 + 0.36 * len(names))
+    for panel, (axis, kind) in enumerate(zip(axes, kinds, strict=True)):
+        axis.axvline(0, color=_INK, linewidth=0.8)
+        for position, row in enumerate(changes[changes["kind"] == kind].itertuples()):
+            colour, marker, _ = _VARIANTS[position % len(_VARIANTS)]
+            median, low, high = (100 * value for value in (row.median, row.low, row.high))
+            reach = [[median - low], [high - median]]
+            axis.errorbar([median], [position], xerr=reach, fmt=marker, color=colour, capsize=4)
+        axis.set(xlabel=f"{kind} against {names[0]} (%)", ylim=(len(names) - 0.5, -0.5))
+        axis.set_yticks(range(len(names)), names if panel == 0 else [""] * len(names))
+        axis.grid(axis="x", color="#E5E5E5", linewidth=0.6)
+        axis.set_axisbelow(True)
+    return figure
+
+
+def copies_sweep(sweep: pd.DataFrame) -> Figure:
+    """Batched against single copies: time by region size, a line a number of regions; and launches by that number.
+
+    Args:
+        sweep: as of :func:`distmuon.profiling.sweep.sweep_copies`.
+    """
+    figure, (times, launches) = _axes(columns=2, height=3.6, width_ratios=[3, 2])
+    counts = sorted(sweep["regions"].unique())
+    times.axhline(0, color=_INK, linewidth=0.8)
+    for position, count in enumerate(counts):
+        mine = sweep[sweep["regions"] == count]
+        shade = 0.75 * (1 - (position + 1) / len(counts))
+        _, marker, _ = _VARIANTS[position % len(_VARIANTS)]
+        times.errorbar(
+            mine["region_bytes"] / 1024,
+            100 * mine["change"],
+            yerr=[100 * (mine["change"] - mine["low"]), 100 * (mine["high"] - mine["change"])],
+            marker=marker,
+            color=(shade, shade, shade),
+            markersize=5,
+            linewidth=1.2,
+            capsize=2,
+            label=f"{count} regions",
+        )
+    reach = 1.6 * max(25.0, 100 * sweep["change"].abs().max())  # an interval may go on beyond
+    times.set(
+        ylim=(-reach, reach),
+        xscale="log",
+        xlabel="size of a region (KiB)",
+        ylabel="time of one batched copy\nagainst single ones (%)",
+    )
+    times.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    times.legend(frameon=False, fontsize=8.5, ncols=2)
+    (single, _, line), (batched, _, dashes) = _VARIANTS[:2]
+    launches.plot(counts, counts, line, color=single, label="a copy_ each")
+    mine = sweep[sweep["region_bytes"] == sweep["region_bytes"].min()]
+    launches.plot(
+        mine["regions"], mine["batched_launches"], dashes, marker="s", color=batched, label="one batched copy"
+    )
+    launches.set(xscale="log", yscale="log", xlabel="regions", ylabel="launches on a GPU")
+    for axis in (launches.xaxis, launches.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    launches.legend(frameon=False, fontsize=8.5)
     return figure
 
 

@@ -66,7 +66,7 @@ def profile(
 
 def _fresh_folder(settings: Settings) -> Path:
     now = datetime.datetime.now(datetime.UTC)
-    return Path("runs", f"{now:%Y%m%dT%H%M%S}-profile-{settings.workload}")
+    return Path("runs", f"{now:%Y%m%dT%H%M%S}-profile-{settings.workload.replace('/', '-by-')}")
 
 
 def _claim(folder: Path) -> None:

@@ -25,18 +25,18 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from distmuon.names import choose
+from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.counting import count_launches
 from distmuon.profiling.events import rank_events, sent_bytes, step_range
 from distmuon.profiling.launch import run_as_rank
 from distmuon.profiling.results import RankResults, write_results
 from distmuon.profiling.trace import Trace
-from distmuon.variants import VARIANTS
 from distmuon.workloads import get_workload
+from distmuon.workloads.storage import BUCKETS
 from distmuon.workloads.training import Trainer
 
 DEVICES = ("auto", "cpu", "cuda")
 NS_DTYPES = ("auto", "bfloat16", "float32")
-BUCKETS = ("published", "auto")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Settings:
         workload: name of a workload.
         ranks: number of ranks.
         ep: expert-parallel degree.
-        variants: names; the others are compared with the first.
+        variants: texts of contestants (:mod:`distmuon.profiling.contestants`); the others are compared with the first.
         steps: profiled steps of a repeat.
         repeats: how often the training is done, from the seed on; each must come to the same.
         warmup: steps of a repeat that come before, and are not recorded.
@@ -56,7 +56,7 @@ class Settings:
         device: "auto" takes a GPU a rank where there are so many, else the CPU.
         ns_dtype: of Newton-Schulz; "auto" is bfloat16 on a GPU and float32 on a CPU, which may lack units for the
             other.
-        buckets: "published", the workload's own, or "auto", DistMuon's choice.
+        buckets: of variants that do not set them: "published", the workload's own, or "auto", DistMuon's choice.
 
     Raises:
         ValueError: a name is unknown (the nearest is given), a number is too small, or ranks, ep and workload do not
@@ -80,7 +80,7 @@ class Settings:
         object.__setattr__(self, "variants", tuple(self.variants))
         get_workload(self.workload).layout(self.ranks, self.ep)
         for variant in self.variants:
-            choose("variant", variant, VARIANTS)
+            Contestant(variant)
         if not self.variants or len(set(self.variants)) < len(self.variants):
             raise ValueError(f"variants must be one or more, each once, not {list(self.variants)}")
         for name, least in [("steps", 1), ("repeats", 1), ("warmup", 0), ("tokens", 1)]:
@@ -159,7 +159,7 @@ def profile_rank(settings: Settings, folder: Path, command: str, log: TextIO | N
     if everyone is not None:
         # Counting makes process groups of its own, so it comes last. It is always the bfloat16 program that is counted.
         question = settings.workload, settings.ranks, settings.ep
-        counts = {name: count_launches(*question, name, buckets=settings.buckets) for name in settings.variants}
+        counts = {name: count_launches(*question, **_options(settings, name)) for name in settings.variants}
         write_results(
             folder,
             settings=asdict(settings) | {"device": device.type, "ns_dtype": str(_ns_dtype(settings, device))[6:]},
@@ -246,12 +246,15 @@ def _trainer(settings: Settings, variant: str, rank: int, device: torch.device) 
         ep=settings.ep,
         rank=rank,
         device=device,
-        variant=variant,
         tokens=settings.tokens,
         seed=settings.seed,
         ns_dtype=_ns_dtype(settings, device),
-        buckets=settings.buckets,
+        **_options(settings, variant),
     )
+
+
+def _options(settings: Settings, variant: str) -> dict[str, Any]:
+    return Contestant(variant).options(buckets=settings.buckets)
 
 
 def main() -> None:

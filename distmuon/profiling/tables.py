@@ -25,7 +25,7 @@ PUBLISHED_VARIANTS = ("baseline", "batched")
 SOURCE_GROUPS = {
     "matrix products": ("gemm",),
     "bias copies of matrix products": ("gemm_bias",),
-    "casts and norms": ("ns_cast", "ns_norm"),
+    "rest of Newton-Schulz": ("ns_cast", "ns_norm", "ns_diagonal", "transpose"),
     "momentum, decay, update": ("momentum", "nesterov", "decay", "update"),
     "pack": ("pack",),
     "unpack on the owner": ("unpack",),

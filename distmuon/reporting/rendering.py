@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import html
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,12 +43,13 @@ class _ParameterRow:
     help: str
 
 
-def render(executed: Path, page: Path | None = None) -> Path:
+def render(executed: Path, page: Path | None = None, links: Mapping[str, str] | None = None) -> Path:
     """Render an executed notebook.
 
     Args:
         executed: the notebook with its outputs.
         page: the file to write; None for the notebook's name with ``.html`` beside it.
+        links: pages that lie beside this one, as label -> relative path.
 
     Returns:
         The page's path.
@@ -56,7 +58,7 @@ def render(executed: Path, page: Path | None = None) -> Path:
         ValueError: the page would need a script or a network, or is larger than ``MAX_PAGE_BYTES``; nothing is written.
     """
     page = page or executed.with_suffix(".html")
-    content = to_html(nbformat.read(executed, as_version=4), executed)
+    content = to_html(nbformat.read(executed, as_version=4), executed, links)
     if references := outside_references(content):
         raise ValueError(f"{executed.name} would not be self-contained: {'; '.join(references[:5])}")
     if (size := len(content.encode())) > MAX_PAGE_BYTES:
@@ -66,8 +68,8 @@ def render(executed: Path, page: Path | None = None) -> Path:
     return page
 
 
-def to_html(notebook: nbformat.NotebookNode, path: Path) -> str:
-    """The page of an executed notebook that was read from ``path``."""
+def to_html(notebook: nbformat.NotebookNode, path: Path, links: Mapping[str, str] | None = None) -> str:
+    """The page of an executed notebook that was read from ``path``, with links to pages beside it."""
     failure, mark = find_failure(notebook), find_mark(notebook)
     run = notebook.metadata.get("papermill", {})
     provenance = {**notebook.metadata.get("distmuon", {}).get("provenance", {}), **(mark["provenance"] if mark else {})}
@@ -76,6 +78,7 @@ def to_html(notebook: nbformat.NotebookNode, path: Path) -> str:
         "title": title or path.stem,
         "failure": failure,
         "conclusion": mark["conclusion"] if mark and not failure else None,
+        "links": dict(links or {}),
         "started": (run.get("start_time") or "")[:16].replace("T", " "),
         "duration": _duration(run.get("duration")),
         "parameters": _parameter_rows(notebook),

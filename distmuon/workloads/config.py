@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,8 @@ MUON_RECIPE: Mapping[str, Any] = MappingProxyType(
 )
 ADAMW_RECIPE: Mapping[str, Any] = MappingProxyType({"weight_decay": 0.1, "betas": (0.9, 0.95)})
 MAX_GRAD_NORM = 1.0
+
+_SIZES = ("width", "q_lora", "kv_lora", "qk_nope", "qk_rope", "v_head", "dense_hidden", "expert_hidden", "vocabulary")
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,19 @@ class Workload:
             buckets.append(tuple(f"layers.{layer}.*" for layer in pair))
         return tuple(buckets)
 
+    def divided(self, divisor: int) -> Workload:
+        """The same model with every number of features divided, the vocabulary too; heads, layers and experts stay as
+        many as they are.
+
+        Raises:
+            ValueError: one of these numbers is not divisible.
+        """
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        if odd := [f"{name}={size}" for name, size in sizes.items() if size % divisor]:
+            raise ValueError(f"workload {self.name!r} can't be divided by {divisor}: {', '.join(odd)}")
+        divided = {name: size // divisor for name, size in sizes.items()}
+        return replace(self, name=f"{self.name}/{divisor}", **divided)
+
     def layout(self, ranks: int, ep: int) -> Layout:
         """The layout on ``ranks`` ranks.
 
@@ -281,9 +296,15 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
 
 
 def get_workload(name: str) -> Workload:
-    """The workload of that name.
+    """The workload of that name; ``kimi-debug/2`` is ``kimi-debug`` with every number of features halved.
 
     Raises:
-        ValueError: there is none; the message gives the nearest name and all of them.
+        ValueError: there is none; the message gives the nearest name and all of them. Or it can't be divided so.
     """
-    return WORKLOADS[choose("workload", name, WORKLOADS)]
+    base, divided, divisor = name.partition("/")
+    workload = WORKLOADS[choose("workload", base, WORKLOADS)]
+    if not divided:
+        return workload
+    if not divisor.isdecimal() or int(divisor) < 1:
+        raise ValueError(f"workload {name!r}: write a whole number after the stroke, as in {base}/2")
+    return workload.divided(int(divisor))

@@ -92,6 +92,8 @@ class Trainer:
         self.sequences = ranks if sequences is None else sequences
         if self.sequences < 1 or self.sequences % ranks:
             raise ValueError(f"sequences={self.sequences} must be a multiple of ranks={ranks}")
+        if workload.vocabulary < 256:
+            raise ValueError(f"workload {workload.name!r} has {workload.vocabulary} token ids: bytes of text need 256")
         self.workload = workload
         self.tokens = tokens
         self.device = torch.device(device)

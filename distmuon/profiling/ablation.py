@@ -1,0 +1,270 @@
+"""The ablation: from one contestant to another a switch at a time; what each changes, as tables and sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pandas as pd
+
+from distmuon.buffers import peak_bytes
+from distmuon.profiling.contestants import Contestant, labels
+from distmuon.profiling.counting import LaunchCounts, count_launches
+from distmuon.profiling.host import HostSide
+from distmuon.profiling.noise import Change, paired_change
+from distmuon.profiling.results import Run
+from distmuon.profiling.tables import SOURCE_GROUPS, change_of
+from distmuon.workloads.storage import plan_for
+
+COUNTED = ("async_copies", "launches", "collectives", "wire_bytes")
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """A ladder of contestants, and what was found of each.
+
+    Attributes:
+        counts: by contestant, in the order of the ladder.
+        host: the host side of small steps.
+        run: the profile of real ranks.
+
+    Raises:
+        ValueError: they are not of the same contestants, two or more.
+    """
+
+    counts: Mapping[str, LaunchCounts]
+    host: Sequence[HostSide]
+    run: Run
+
+    def __post_init__(self) -> None:
+        ladder = list(self.counts)
+        if len(ladder) < 2:
+            raise ValueError(f"an ablation compares two contestants or more, not {ladder}: turn a switch")
+        for others in ([each.contestant for each in self.host], self.run.variants):
+            if others != ladder:
+                raise ValueError(f"an ablation of {ladder} can't take figures of {others}")
+
+    @property
+    def labels(self) -> list[str]:
+        """What each contestant adds to the one before."""
+        return labels(list(self.counts))
+
+
+def count_ladder(contestants: Sequence[str], workload: str, ranks: int, ep: int) -> dict[str, LaunchCounts]:
+    """Launches of each contestant on each rank, by contestant."""
+    counts = {}
+    for text in contestants:
+        counts[text] = count_launches(workload, ranks, ep, **Contestant(text).options(buckets="published"))
+    return counts
+
+
+def sources_table(counts: Mapping[str, LaunchCounts]) -> pd.DataFrame:
+    """Launches a rank and step: a row a contestant, a column a group of sources."""
+    rows = []
+    for label, counted in zip(labels(list(counts)), counts.values(), strict=True):
+        by_source = {row["source"]: row["launches"] for row in counted.by_source()}
+        groups = {
+            name: sum(by_source.get(source, 0.0) for source in members) for name, members in SOURCE_GROUPS.items()
+        }
+        rows.append({"switch": label, **groups, "total": counted.mean("launches")})
+    return pd.DataFrame(rows)
+
+
+def counts_table(counts: Mapping[str, LaunchCounts]) -> pd.DataFrame:
+    """A row a contestant: counts, means over ranks, and the largest peak of buffers on a rank."""
+    rows = []
+    for label, (text, counted) in zip(labels(list(counts)), counts.items(), strict=True):
+        copies, launches, collectives, sent = (counted.mean(value) for value in COUNTED)
+        rows.append(
+            {
+                "switch": label,
+                "async copies": copies,
+                "launches": launches,
+                "collectives": collectives,
+                "sent (KiB)": sent / 1024,
+                "peak buffers (MiB)": max(_peaks(text, counted)) / 2**20,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def times_table(found: Ablation) -> pd.DataFrame:
+    """A row a contestant: operators dispatched, host time of a small step, time of a real one, against the first."""
+    rows = []
+    for label, host, variant in zip(found.labels, found.host, found.run.variants, strict=True):
+        rows.append(
+            {
+                "switch": label,
+                "operators": host.without_views,
+                "and views": host.views,
+                "host time (ms)": host.median_ms,
+                "against the first": _told(host_change(found, host)),
+                "step time (ms)": found.run.steps().groupby("variant")["cpu_span_ms"].mean()[variant],
+                "against the first ": _told(step_change(found, variant)),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def changes(found: Ablation) -> pd.DataFrame:
+    """For the figure: a row a contestant and kind of time ("host time", "step time"): change against the first."""
+    rows = []
+    for label, host in zip(found.labels, found.host, strict=True):
+        for kind, change in (
+            ("host time", host_change(found, host)),
+            ("step time", step_change(found, host.contestant)),
+        ):
+            figures = (change.median, change.low, change.high) if change else (0.0, 0.0, 0.0)
+            rows.append({"label": label, "kind": kind, **dict(zip(("median", "low", "high"), figures, strict=True))})
+    return pd.DataFrame(rows)
+
+
+def host_change(found: Ablation, host: HostSide) -> Change | None:
+    """How its host time differs from the first contestant's; None for that one."""
+    first = found.host[0]
+    return None if host is first else paired_change(first.times_ms, host.times_ms)
+
+
+def step_change(found: Ablation, contestant: str) -> Change | None:
+    """How its step time differs from the first contestant's; None for that one."""
+    return None if contestant == found.run.variants[0] else change_of(found.run, contestant, "cpu_span_ms")
+
+
+def launches_finding(counts: Mapping[str, LaunchCounts]) -> str:
+    """Which source shrinks at which switch."""
+    table = sources_table(counts).set_index("switch")
+    parts = [f"{table.index[0]} makes {table['total'].iloc[0]:,g} launches a rank and step"]
+    for before, after in pairwise(table.index):
+        difference = (table.loc[after] - table.loc[before]).drop("total")
+        total = table.loc[after, "total"]
+        if (difference == 0).all():
+            parts.append(f"{after} changes none")
+            continue
+        most = difference.abs().idxmax()
+        parts.append(f"{after} leaves {total:,g}, mostly by {difference[most]:+,g} of {most}")
+    return "; ".join(parts) + "."
+
+
+def times_finding(found: Ablation) -> str:
+    """How much the last contestant's times differ from the first's."""
+    return (
+        f"Against {found.labels[0]}, with all switches turned: host time of a small step "
+        f"{_in_words(host_change(found, found.host[-1]))}; step time on {found.run.summary['settings']['ranks']} "
+        f"{found.run.summary['settings']['device']} ranks {_in_words(step_change(found, found.run.variants[-1]))}."
+    )
+
+
+def conclusion(found: Ablation) -> str:
+    """The paragraph that a reader should take away."""
+    names = found.labels
+    first, *_, last = (counted.to_dict() for counted in found.counts.values())
+    before, after = first["mean"], last["mean"]
+    launches = [counted.mean("launches") for counted in found.counts.values()]
+    falls = [old - new for old, new in pairwise(launches)]
+    sentences = [
+        f"On {first['workload']} with {first['ranks']} ranks, {len(names) - 1} switches take a rank's step from "
+        f"{before['async_copies']:,g} async copies to {after['async_copies']:,g}, from {before['launches']:,g} "
+        f"launches to {after['launches']:,g}, and from {_size(before['wire_bytes'])} sent to "
+        f"{_size(after['wire_bytes'])}."
+    ]
+    if falls and sum(falls) > 0:
+        most = max(range(len(falls)), key=falls.__getitem__)
+        sentences.append(f"{falls[most] / sum(falls):.0%} of the launches saved go with {names[most + 1][2:]}.")
+    host = found.host
+    sentences.append(
+        f"With all of them the host side of a step with small matrices is {_in_words(host_change(found, host[-1]))}, "
+        f"and dispatches {host[-1].without_views:,} operators instead of {host[0].without_views:,}, views not counted."
+    )
+    return " ".join([*sentences, _steps_sentence(found), bits_finding(found)])
+
+
+def bits_finding(found: Ablation) -> str:
+    """Which contestants trained to the first one's bits."""
+    compared = found.run.summary["comparisons"]
+    equal = {name: each["bit_equal_training"] and each["bit_equal_parameters"] for name, each in compared.items()}
+    different = [name for name, same in equal.items() if not same]
+    if not different:
+        return "All train to the same bits: loss, gradient norm and parameters of all ranks."
+    return f"Loss, gradient norm or parameters differ in bits from those of {found.labels[0]} with {_and(different)}."
+
+
+def sweep_finding(sweep: pd.DataFrame, device: str) -> str:
+    """Where a batched copy is shorter, and where it stops to be."""
+    best = sweep.loc[sweep["change"].idxmin()]
+    shorter = sweep[sweep["verdict"] == "shorter"]
+    saved = sweep["single_launches"] / sweep["batched_launches"]
+    most = sweep.loc[saved.idxmax()]
+    told = (
+        f"one batched copy is shorter than single ones for regions of up to "
+        f"{_size(shorter['region_bytes'].max())}, at most by {-best['change']:.0%} ({best['regions']} regions of "
+        f"{_size(best['region_bytes'])}); for larger ones it is no gain beyond noise"
+        if len(shorter)
+        else "one batched copy is nowhere shorter than single ones beyond noise"
+    )
+    longer = sweep[sweep["verdict"] == "longer"]
+    cost = f", and it is longer for {_and(sorted(set(longer['regions'])))} regions of some size" if len(longer) else ""
+    sentence = (
+        f"On this {device}, {told}{cost}. On a GPU the same calls launch up to {saved.max():,g} times less "
+        f"({most['batched_launches']} instead of {most['single_launches']})"
+    )
+    return f"{sentence}." if device != "cpu" else f"{sentence}, which a CPU, having no launches, can't time."
+
+
+def _peaks(text: str, counted: LaunchCounts) -> list[int]:
+    question = counted.question
+    options = Contestant(text).options(buckets="published")
+    size = {"ranks": question["ranks"], "ep": question["ep"]}
+    return [
+        peak_bytes(plan_for(question["workload"], rank=rank, **size, **options)) for rank in range(question["ranks"])
+    ]
+
+
+def _steps_sentence(found: Ablation) -> str:
+    """Which contestants' steps take another time than the first's."""
+    settings, first = found.run.summary["settings"], found.labels[0]
+    changes = {label[2:]: step_change(found, text) for label, text in zip(found.labels, found.counts, strict=True)}
+    known = {label: change for label, change in changes.items() if change}
+    moved = {label: change for label, change in known.items() if not _uncertain(change)}
+    step = f"The step of {settings['workload']} on {settings['ranks']} {settings['device']} ranks"
+    if any(not change.within_noise for change in known.values() if _uncertain(change)):
+        return f"{step} was timed too few times to tell its changes from noise."
+    if not moved:
+        return f"{step} takes as long as {first}'s at every switch, within noise."
+    listed = "; ".join(f"with {label} it is {_in_words(change)}" for label, change in moved.items())
+    rest = "" if len(moved) == len(known) else "; at the other switches it is unchanged within noise"
+    return f"{step}, against {first}'s: {listed}{rest}."
+
+
+def _uncertain(change: Change) -> bool:
+    return change.verdict not in ("shorter", "longer")
+
+
+def _told(change: Change | None) -> str:
+    """A change for a table: ``-52% (-54% to -51%)``, and whether that is more than noise."""
+    if change is None:
+        return ""
+    return (
+        f"{_interval(change)}: {change.verdict.removeprefix('unchanged ')}" if _uncertain(change) else _interval(change)
+    )
+
+
+def _in_words(change: Change | None) -> str:
+    """A change for a sentence: ``shorter, -52% (-54% to -51%)``."""
+    return "as long" if change is None else f"{change.verdict}, {_interval(change)}"
+
+
+def _interval(change: Change) -> str:
+    return f"{change.median:+.0%} ({change.low:+.0%} to {change.high:+.0%})"
+
+
+def _size(size_bytes: float) -> str:
+    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= scale:
+            return f"{round(size_bytes / scale, 1):,g} {unit}"
+    return f"{size_bytes:g} B"
+
+
+def _and(values: Sequence[object]) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} and {last}" if most else last

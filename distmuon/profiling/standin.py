@@ -1,0 +1,67 @@
+"""One process that stands for one rank of a job: its real optimizer, under torch's fake process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from distmuon.optimizer import DistMuon
+from distmuon.placement import ParameterSpec
+from distmuon.workloads.config import MUON_RECIPE
+
+
+@contextmanager
+def stand_for(rank: int, ranks: int) -> Iterator[None]:
+    """Let this process be ``rank`` of ``ranks``: its collectives end at once, without the others.
+
+    Raises:
+        RuntimeError: a process group exists already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    if dist.is_initialized():
+        raise RuntimeError("a process group exists already: stand for a rank in a process without one")
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def make_optimizer(specs: Sequence[ParameterSpec], rank: int, device: str, **options: Any) -> DistMuon:
+    """The optimizer of that rank, with the recipe's settings and a gradient for each parameter: all ones.
+
+    Args:
+        specs: the parameters, as planned.
+        rank: for which :func:`stand_for` is entered.
+        device: "meta" for shapes and strides without memory, "cpu" to compute.
+        options: of :class:`~distmuon.optimizer.DistMuon`.
+    """
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    named = [(spec.name, nn.Parameter(_ones(spec, rank, device, meshes))) for spec in specs]
+    group = {"params": named, "row_blocks": {spec.name: spec.matrix_rows for spec in specs}}
+    optimizer = DistMuon([group], **MUON_RECIPE, **options)
+    for spec, (_, parameter) in zip(specs, named, strict=True):
+        parameter.grad = _ones(spec, rank, device, meshes)
+    return optimizer
+
+
+def _ones(spec: ParameterSpec, rank: int, device: str, meshes: dict[tuple[int, ...], DeviceMesh]) -> torch.Tensor:
+    """A tensor like the parameter; where that is spread, a DTensor with its local part."""
+    local = torch.ones(spec.local_shape(rank), dtype=spec.dtype, device=device)
+    storage = spec.storage
+    if storage is None:
+        return local
+    if storage.mesh_shape not in meshes:
+        meshes[storage.mesh_shape] = DeviceMesh("cpu", torch.tensor(storage.ranks).view(storage.mesh_shape))
+    shape = torch.Size(spec.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    mesh = meshes[storage.mesh_shape]
+    return DTensor.from_local(local, mesh, storage.placements, run_check=False, shape=shape, stride=stride)

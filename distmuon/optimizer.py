@@ -280,7 +280,8 @@ def _one_device(groups: list[dict[str, Any]]) -> torch.device:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Not to_local(), which makes a view: three a parameter and step are most of what the host does for a small model.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _process_groups(plan: Plan, parameters: list[Tensor]) -> dict[tuple[int, ...], dist.ProcessGroup]:

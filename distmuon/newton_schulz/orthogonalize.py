@@ -73,7 +73,7 @@ def orthogonalize_(
     out = matrices if out is None else out
     # Over the stored orientation, so that a matrix and its place in a batch are summed in the same order.
     norm = scratch("norm", x, torch.linalg.vector_norm, x.flatten(1) if batched else x, dim=1 if batched else None)
-    norm = norm.clamp_(min=eps)[:, None, None] if batched else norm.clamp_(min=eps)
+    norm = norm.clamp_(min=eps).view(-1, 1, 1) if batched else norm.clamp_(min=eps)
     arithmetic = arrangement(rows, cols, ns_algorithm)
     dtype = iteration_dtype(arithmetic, ns_dtype)
     if dtype == x.dtype:

@@ -69,6 +69,7 @@ def plan_for(
     rank: int = 0,
     buckets: str | Patterns = "published",
     variant: str | Variant = "fused",
+    ns_algorithm: str = "standard",
 ) -> Plan:
     """The plan of one rank of a workload, made with no process and no process group.
 
@@ -79,6 +80,7 @@ def plan_for(
         rank: whose plan.
         buckets: "published", "auto", or patterns.
         variant: of the step.
+        ns_algorithm: arithmetic of Newton-Schulz, as DistMuon takes it.
 
     Raises:
         ValueError: an unknown name, or numbers that don't fit; with what would.
@@ -88,5 +90,5 @@ def plan_for(
     ep = workload.default_ep if ep is None else ep
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank}: choose one of 0 to {ranks - 1}")
-    options = PlanOptions(get_buckets(workload, buckets), get_variant(variant))
+    options = PlanOptions(get_buckets(workload, buckets), get_variant(variant), ns_algorithm=ns_algorithm)
     return plan_step(muon_parameters(workload, ranks=ranks, ep=ep), rank, options)

@@ -96,6 +96,6 @@ def orthogonalize_(
     target = None if small or out.dtype != dtype else wide_out
     result = ITERATIONS[arithmetic](wide, triples, target, scratch, identities)
     if result is not wide_out:
-        if dtype != ns_dtype:  # rounded to that, too, wherever it goes
+        if ns_dtype not in (dtype, out.dtype):  # rounded to that, too, wherever it goes
             result = scratch.empty("rounded", result, result.shape, ns_dtype).copy_(result)
         wide_out.copy_(result)

@@ -148,10 +148,11 @@ def launches_finding(counts: Mapping[str, LaunchCounts]) -> str:
 
 def times_finding(found: Ablation) -> str:
     """How much the last contestant's times differ from the first's."""
+    settings = found.run.summary["settings"]
     return (
-        f"Against {found.labels[0]}, with all switches turned: host time of a small step "
-        f"{_in_words(host_change(found, found.host[-1]))}; step time on {found.run.summary['settings']['ranks']} "
-        f"{found.run.summary['settings']['device']} ranks {_in_words(step_change(found, found.run.variants[-1]))}."
+        f"Against {found.labels[0]}, with all switches turned, the host time of a small step changes by "
+        f"{_told(host_change(found, found.host[-1]))}, and the step time on {settings['ranks']} {settings['device']} "
+        f"ranks by {_told(step_change(found, found.run.variants[-1]))}."
     )
 
 
@@ -173,8 +174,9 @@ def conclusion(found: Ablation) -> str:
         sentences.append(f"{falls[most] / sum(falls):.0%} of the launches saved go with {names[most + 1][2:]}.")
     host = found.host
     sentences.append(
-        f"With all of them the host side of a step with small matrices is {_in_words(host_change(found, host[-1]))}, "
-        f"and dispatches {host[-1].without_views:,} operators instead of {host[0].without_views:,}, views not counted."
+        f"With all of them the host side of a step with small matrices changes by "
+        f"{_told(host_change(found, host[-1]))}, and dispatches {host[-1].without_views:,} operators instead of "
+        f"{host[0].without_views:,}, views not counted."
     )
     return " ".join([*sentences, _steps_sentence(found), bits_finding(found)])
 
@@ -231,9 +233,9 @@ def _steps_sentence(found: Ablation) -> str:
         return f"{step} was timed too few times to tell its changes from noise."
     if not moved:
         return f"{step} takes as long as {first}'s at every switch, within noise."
-    listed = "; ".join(f"with {label} it is {_in_words(change)}" for label, change in moved.items())
-    rest = "" if len(moved) == len(known) else "; at the other switches it is unchanged within noise"
-    return f"{step}, against {first}'s: {listed}{rest}."
+    listed = "; ".join(f"{_told(change)} with {label}" for label, change in moved.items())
+    rest = "" if len(moved) == len(known) else "; with the others it is unchanged within noise"
+    return f"{step} changes against {first}'s by {listed}{rest}."
 
 
 def _uncertain(change: Change) -> bool:
@@ -241,21 +243,11 @@ def _uncertain(change: Change) -> bool:
 
 
 def _told(change: Change | None) -> str:
-    """A change for a table: ``-52% (-54% to -51%)``, and whether that is more than noise."""
+    """A change with its interval: ``-52% (-54% to -51%)``, and whether that may be noise."""
     if change is None:
         return ""
-    return (
-        f"{_interval(change)}: {change.verdict.removeprefix('unchanged ')}" if _uncertain(change) else _interval(change)
-    )
-
-
-def _in_words(change: Change | None) -> str:
-    """A change for a sentence: ``shorter, -52% (-54% to -51%)``."""
-    return "as long" if change is None else f"{change.verdict}, {_interval(change)}"
-
-
-def _interval(change: Change) -> str:
-    return f"{change.median:+.0%} ({change.low:+.0%} to {change.high:+.0%})"
+    doubt = f": {change.verdict.removeprefix('unchanged ')}" if _uncertain(change) else ""
+    return f"{change.median:+.0%} ({change.low:+.0%} to {change.high:+.0%}{doubt})"
 
 
 def _size(size_bytes: float) -> str:

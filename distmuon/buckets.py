@@ -17,6 +17,8 @@ Patterns = Sequence[Sequence[str]]
 #: compute overlap, of no less than MIN_BYTES each.
 AUTO_BUCKETS = 4
 MIN_BYTES = 1 << 20
+#: Parameters that exchange nothing are handled in buckets of about this, as their updates are all held at once.
+WHOLE_BYTES = 64 << 20
 #: By shape there are two buckets a group, more only to keep each below this.
 MAX_BYTES = 256 << 20
 #: Up to so many shapes every way to halve them is tried.
@@ -73,7 +75,7 @@ def _chosen_buckets(parameters: Sequence[ParameterSpec], by_shape: bool) -> tupl
     buckets: list[tuple[int, ...]] = []
     for kind, indices in kinds.items():
         if not kind:
-            buckets.append(tuple(indices))
+            buckets += _runs(parameters, indices, WHOLE_BYTES)
         else:
             buckets += (_by_shape if by_shape else _by_size)(parameters, indices)
     buckets.sort()
@@ -85,12 +87,17 @@ def _chosen_buckets(parameters: Sequence[ParameterSpec], by_shape: bool) -> tupl
 
 def _by_size(parameters: Sequence[ParameterSpec], indices: Sequence[int]) -> list[tuple[int, ...]]:
     """Runs of consecutive parameters of about equal size."""
-    sizes = [parameters[index].bytes for index in indices]
-    limit = max(sum(sizes) / AUTO_BUCKETS, MIN_BYTES)
+    total = sum(parameters[index].bytes for index in indices)
+    return _runs(parameters, indices, max(total / AUTO_BUCKETS, MIN_BYTES))
+
+
+def _runs(parameters: Sequence[ParameterSpec], indices: Sequence[int], limit: float) -> list[tuple[int, ...]]:
+    """Consecutive parameters of ``limit`` bytes, give or take half a parameter."""
     buckets: list[tuple[int, ...]] = []
     members: list[int] = []
     filled = 0
-    for index, size in zip(indices, sizes, strict=True):
+    for index in indices:
+        size = parameters[index].bytes
         if members and filled + size / 2 > limit:
             buckets.append(tuple(members))
             members, filled = [], 0

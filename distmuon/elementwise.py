@@ -1,5 +1,5 @@
-"""Elementwise operators on lists of tensors: one fused ``torch._foreach_*`` each, or one tensor at a time. Same bits
-either way.
+"""Elementwise operators on lists of tensors: one fused ``torch._foreach_*`` each, or one tensor at a time. Same
+bits.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
+
+#: A number, or a 0-dim tensor that stays where it is.
+Scalar = float | Tensor
 
 
 def lerp_(fused: bool, starts: Tensors, ends: Tensors, weight: float) -> None:
@@ -26,19 +29,27 @@ def lerp(fused: bool, starts: Tensors, ends: Tensors, weight: float) -> Tensors:
     return [start.lerp(end, weight) for start, end in zip(starts, ends, strict=True)]
 
 
-def mul_(fused: bool, tensors: Tensors, factor: float) -> None:
+def mul_(fused: bool, tensors: Tensors, factor: Scalar) -> None:
     """``tensor <- factor tensor`` for each."""
     if fused:
         # As a tensor: on a CPU a Python number would be rounded to bf16 before it multiplies bf16 tensors.
-        torch._foreach_mul_(tensors, torch.tensor(factor, dtype=torch.float64))
+        scalar = factor if isinstance(factor, Tensor) else torch.tensor(factor, dtype=torch.float64)
+        torch._foreach_mul_(tensors, scalar)
     else:
         for tensor in tensors:
             tensor.mul_(factor)
 
 
-def add_(fused: bool, tensors: Tensors, others: Tensors, alpha: float) -> None:
-    """``tensor <- tensor + alpha other`` for each pair, rounded once."""
-    if fused:
+def add_(fused: bool, tensors: Tensors, others: Tensors, alpha: Scalar) -> None:
+    """``tensor <- tensor + alpha other`` for each pair, rounded once.
+
+    No fused operator takes ``alpha`` as a tensor without reading it or rounding twice, so then it is one tensor at a
+    time.
+    """
+    if isinstance(alpha, Tensor):
+        for tensor, other in zip(tensors, others, strict=True):
+            tensor.addcmul_(other, alpha)
+    elif fused:
         torch._foreach_add_(tensors, others, alpha=alpha)
     else:
         for tensor, other in zip(tensors, others, strict=True):

@@ -55,6 +55,8 @@ class DistMuon(torch.optim.Optimizer):
             :mod:`distmuon.newton_schulz`. Only "standard" has the bits of ``torch.optim.Muon``.
         ns_dtype: of Newton-Schulz, bfloat16 or float32.
         max_batch_bytes: what one Newton-Schulz batch of several parameters may hold: stack, scratch, fp32 staging.
+        capturable: from the second step on a step makes no storage and reads nothing to the host, so that a CUDA graph
+            can hold it. ``lr`` must be a tensor then, on the parameters' device; change it in place.
 
     Raises:
         ValueError: a setting, parameter, pattern or placement that can't be used, named; or ranks that differ.
@@ -81,10 +83,11 @@ class DistMuon(torch.optim.Optimizer):
         ns_algorithm: str = "standard",
         ns_dtype: torch.dtype = torch.bfloat16,
         max_batch_bytes: int = MAX_BATCH_BYTES,
+        capturable: bool = False,
     ) -> None:
         if ns_dtype not in NS_DTYPES:
             raise ValueError(f"ns_dtype is {ns_dtype}: choose torch.bfloat16 or torch.float32")
-        self._options = PlanOptions(buckets, get_variant(variant), ns_dtype, ns_algorithm, max_batch_bytes)
+        self._options = PlanOptions(buckets, get_variant(variant), ns_dtype, ns_algorithm, max_batch_bytes, capturable)
         self._row_blocks = row_blocks
         self._plan: Plan | None = None
         defaults = {
@@ -133,7 +136,7 @@ class DistMuon(torch.optim.Optimizer):
                 loss = closure()
         tensors = []
         for group in self.param_groups:
-            settings = _settings(group, self._options.ns_algorithm)
+            settings = _settings(group, self._options)
             for name, parameter in _named(group):
                 tensors.append(self._local(name, parameter, settings))
         self._runner.run(tensors)
@@ -172,7 +175,7 @@ class DistMuon(torch.optim.Optimizer):
         names = [name for group in self.param_groups for name, _ in _named(group)]
         refuse_unmatched("row_blocks", self._row_blocks or (), names)
         for number, group in enumerate(self.param_groups):
-            _settings(group, self._options.ns_algorithm)
+            _settings(group, self._options)
             blocks = group["row_blocks"]
             if blocks and self._row_blocks and dict(blocks) != dict(self._row_blocks):
                 raise ValueError(f"row_blocks is {self._row_blocks!r}, but a group carries {blocks!r}: give it once")
@@ -194,8 +197,7 @@ class DistMuon(torch.optim.Optimizer):
 
     def _claims(self, specs: tuple[ParameterSpec, ...]) -> dict[tuple[int, ...], list[tuple[str, str]]]:
         """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
-        ns_algorithm = self._options.ns_algorithm
-        settings = [_settings(group, ns_algorithm) for group in self.param_groups for _ in group["params"]]
+        settings = [_settings(group, self._options) for group in self.param_groups for _ in group["params"]]
         common = [
             ("the buckets", repr(self._options.buckets)),
             ("variant, ns_dtype, ns_algorithm or max_batch_bytes", repr(replace(self._options, buckets=None))),
@@ -233,27 +235,29 @@ def _named(group: dict[str, Any]) -> list[tuple[str, Tensor]]:
     return [(clean_name(name), parameter) for name, parameter in zip(names, group["params"], strict=True)]
 
 
-def _settings(group: dict[str, Any], ns_algorithm: str) -> Settings:
-    """The settings of a group as numbers.
+def _settings(group: dict[str, Any], options: PlanOptions) -> Settings:
+    """The settings of a group, as numbers but for a learning rate that must not be read.
 
     Raises:
         ValueError: a setting out of range, named.
     """
     lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr is a tensor of {lr.numel()} elements: give one")
+    if options.capturable and not isinstance(lr, Tensor):
+        raise ValueError(f"capturable=True reads no number on the host: lr is {lr}, give a tensor")
     if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"lr is a tensor of {lr.numel()} elements: give one")
-        lr = lr.item()
+        lr = lr.view(()) if options.capturable else lr.item()
     values = {field.name: group[field.name] for field in fields(Settings)} | {"lr": lr}
     for name in ("lr", "weight_decay", "momentum", "eps"):
-        if not values[name] >= 0.0:
+        if not isinstance(values[name], Tensor) and not values[name] >= 0.0:
             raise ValueError(f"{name} is {values[name]}: it can't be negative")
     if values["adjust_lr_fn"] not in ADJUST_LR_FNS:
         raise ValueError(f"adjust_lr_fn is {values['adjust_lr_fn']!r}: choose one of {ADJUST_LR_FNS}")
     ns_steps = group["ns_steps"]
     if not 0 < ns_steps < 100:
         raise ValueError(f"ns_steps is {ns_steps}: give 1 to 99")
-    values["ns_coefficients"] = coefficients_by_step(values["ns_coefficients"], ns_steps, ns_algorithm)
+    values["ns_coefficients"] = coefficients_by_step(values["ns_coefficients"], ns_steps, options.ns_algorithm)
     return Settings(**values)
 
 
@@ -276,7 +280,8 @@ def _one_device(groups: list[dict[str, Any]]) -> torch.device:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Not to_local(), which makes a view: three a parameter and step are most of what the host does for a small model.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _process_groups(plan: Plan, parameters: list[Tensor]) -> dict[tuple[int, ...], dist.ProcessGroup]:

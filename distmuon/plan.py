@@ -35,8 +35,11 @@ class PlanOptions:
     ns_dtype: torch.dtype = torch.bfloat16
     ns_algorithm: str = "standard"
     max_batch_bytes: int = MAX_BATCH_BYTES
+    capturable: bool = False
 
     def __post_init__(self) -> None:
+        if self.capturable and self.variant.elementwise != "bucket":
+            raise ValueError("capturable=True needs a variant with elementwise='bucket', as 'fused' is")
         choose("ns_algorithm", self.ns_algorithm, NS_ALGORITHMS)
         if self.max_batch_bytes <= 0:
             raise ValueError(f"max_batch_bytes is {self.max_batch_bytes}: give a positive number of bytes")
@@ -94,9 +97,9 @@ class Plan:
 
         Returns:
             Rows with ``bucket``, ``rank``, ``matrices`` it orthogonalises, ``gemm_flops``, ``sent_bytes`` to and
-            ``received_bytes`` from other ranks (both ways), ``collectives``, ``imbalance`` and ``imbalance_to_bound`` of
-            the GEMM cost of matrices brought together (see :meth:`distmuon.schedule.Exchange.imbalance`; 1 without any), and ``buffer_bytes``: updates, work buffer
-            and packed buffers.
+            ``received_bytes`` from other ranks (both ways), ``collectives``, ``imbalance`` and ``imbalance_to_bound``
+            of the GEMM cost of matrices brought together (see :meth:`distmuon.schedule.Exchange.imbalance`; 1 without
+            any), and ``buffer_bytes``: updates, work buffer and packed buffers.
         """
         rows: list[dict[str, object]] = []
         for rank in self.ranks() if ranks is None else ranks:

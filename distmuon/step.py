@@ -11,7 +11,7 @@ stages without an exchange that follow it have computed, so they fill the wait f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from distmuon import elementwise
 from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
-from distmuon.newton_schulz import Triple, orthogonalize_
+from distmuon.newton_schulz import Scratch, Triple, orthogonalize_
 from distmuon.packing import copy_group_, group_copies
 from distmuon.placement import ParameterSpec
 from distmuon.places import Place
@@ -32,9 +32,9 @@ from distmuon.schedule import Copy, Stage
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a parameter's group, as numbers; names and meaning are those of ``torch.optim.Muon``."""
+    """The settings of a parameter's group; names and meaning are those of ``torch.optim.Muon``."""
 
-    lr: float
+    lr: float | Tensor
     weight_decay: float
     momentum: float
     nesterov: bool
@@ -42,11 +42,11 @@ class Settings:
     eps: float
     adjust_lr_fn: str | None
 
-    def adjusted_lr(self, rows: int, cols: int) -> float:
-        """The learning rate of a rows x cols matrix, by the rules and with the rounding of ``torch.optim.Muon``."""
+    def lr_ratio(self, rows: int, cols: int) -> float:
+        """The learning rate of a rows x cols matrix relative to ``lr``, by the rules of ``torch.optim.Muon``."""
         if self.adjust_lr_fn == "match_rms_adamw":
-            return self.lr * (0.2 * math.sqrt(max(rows, cols)))
-        return self.lr * math.sqrt(max(1, rows / cols))
+            return 0.2 * math.sqrt(max(rows, cols))
+        return math.sqrt(max(1, rows / cols))
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class StepRunner:
     """
 
     def __init__(self, plan: Plan, buffers: Buffers, exchanger: Exchanger) -> None:
-        self._stages = [_StageRunner(stage, plan, buffers, exchanger) for stage in plan.stages]
+        scratch = Scratch(keep=plan.options.capturable)
+        self._stages = [_StageRunner(stage, plan, buffers, exchanger, scratch) for stage in plan.stages]
 
     def run(self, tensors: Sequence[LocalParameter]) -> None:
         """Update the parameters in place; ``tensors`` has one entry for each parameter of the plan."""
@@ -113,11 +114,13 @@ class _Link(NamedTuple):
 class _StageRunner:
     """One stage. Views of buffers, places in updates and lists of what is handled together are made once."""
 
-    def __init__(self, stage: Stage, plan: Plan, buffers: Buffers, exchanger: Exchanger) -> None:
+    def __init__(self, stage: Stage, plan: Plan, buffers: Buffers, exchanger: Exchanger, scratch: Scratch) -> None:
         self._stage = stage
         self._exchanger = exchanger
         self._options = plan.options
         self._counting = buffers.counting
+        self._scratch = scratch
+        self._kept: dict[Hashable, Tensor] = {}
         self._pieces = {index: plan.pieces(index) for index in stage.parameters}
         self._specs = {index: plan.parameters[index] for index in stage.parameters}
         self._sources: dict[int, Tensor] = {}
@@ -201,13 +204,33 @@ class _StageRunner:
         settings = local[0].settings
         momenta, gradients = [each.momentum for each in local], [each.gradient for each in local]
         elementwise.lerp_(self._fused, momenta, gradients, 1 - settings.momentum)
-        if settings.nesterov:
+        if self._options.capturable:
+            updates = [
+                self._static("update", index, gradient) for index, gradient in zip(indices, gradients, strict=True)
+            ]
+            if settings.nesterov:
+                torch._foreach_copy_(updates, gradients)
+                elementwise.lerp_(self._fused, updates, momenta, settings.momentum)
+        elif settings.nesterov:
             mixed = elementwise.lerp(self._fused, gradients, momenta, settings.momentum)
-            self._sources |= {index: tensor.contiguous() for index, tensor in zip(indices, mixed, strict=True)}
-            self._updates |= {index: self._sources[index] for index in indices}
+            updates = [tensor.contiguous() for tensor in mixed]
         else:
-            self._sources |= {index: tensor.contiguous() for index, tensor in zip(indices, momenta, strict=True)}
-            self._updates |= {index: torch.empty_like(self._sources[index]) for index in indices}
+            updates = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in momenta]
+        sources = updates if settings.nesterov else [tensor.contiguous() for tensor in momenta]
+        self._updates |= zip(indices, updates, strict=True)
+        self._sources |= zip(indices, sources, strict=True)
+
+    def _static(self, what: str, key: Hashable, like: Tensor) -> Tensor:
+        """A contiguous tensor like another one, made once."""
+        if (what, key) not in self._kept:
+            self._kept[what, key] = torch.empty_like(like, memory_format=torch.contiguous_format)
+        return self._kept[what, key]
+
+    def _times(self, what: str, key: Hashable, lr: float | Tensor, factor: float) -> float | Tensor:
+        """``factor lr``; of a tensor a tensor, which is made once."""
+        if not isinstance(lr, Tensor):
+            return lr * factor
+        return torch.mul(lr, factor, out=self._static(what, key, lr))
 
     def _orthogonalize_ready(self, tensors: Sequence[LocalParameter]) -> None:
         with phase("newton_schulz", self._stage.name):
@@ -231,6 +254,7 @@ class _StageRunner:
             ns_algorithm=self._options.ns_algorithm,
             counting=self._counting,
             max_bytes=self._options.max_batch_bytes,
+            scratch=self._scratch,
         )
 
     def _apply(self, tensors: Sequence[LocalParameter]) -> None:
@@ -238,7 +262,8 @@ class _StageRunner:
         for indices in self._together:
             settings = tensors[indices[0]].settings
             parameters = [tensors[index].parameter for index in indices]
-            elementwise.mul_(self._fused, parameters, 1 - settings.lr * settings.weight_decay)
+            decay = self._times("decay", indices[0], settings.lr, -settings.weight_decay)
+            elementwise.mul_(self._fused, parameters, decay.add_(1) if isinstance(decay, Tensor) else 1 + decay)
             scaled: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
             for index, parameter in zip(indices, parameters, strict=True):
                 for row, rows, matrix_rows in self._pieces[index]:
@@ -250,11 +275,12 @@ class _StageRunner:
                         # torch.optim.Muon adds the transpose of a wide result here. On a CPU a strided bf16 operand is
                         # rounded before it is added, a dense one is not.
                         change = change.mT.contiguous().mT
-                    targets, changes = scaled.setdefault(settings.adjusted_lr(matrix_rows, cols), ([], []))
+                    targets, changes = scaled.setdefault(settings.lr_ratio(matrix_rows, cols), ([], []))
                     targets.append(target)
                     changes.append(change)
-            for lr, (targets, changes) in scaled.items():
-                elementwise.add_(self._fused, targets, changes, -lr)
+            for ratio, (targets, changes) in scaled.items():
+                alpha = self._times("alpha", (indices[0], ratio), settings.lr, -ratio)
+                elementwise.add_(self._fused, targets, changes, alpha)
 
 
 def _links(

@@ -4,6 +4,7 @@ coefficients. That "standard" has the bits of ``torch.optim.Muon`` is in test_eq
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import weakref
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distmuon import DistMuon
 from distmuon.newton_schulz import COEFFICIENTS, NS_ALGORITHMS, POLAR_EXPRESS, coefficients_by_step, orthogonalize_
 from distmuon.newton_schulz.costs import arrangement, batch_bytes, gemm_flops
-from distmuon.profiling.orthogonality import SPECTRA, accuracy, reference, sample
+from distmuon.profiling.orthogonality import SPECTRA, accuracy, batch_counts, reference, sample
 
 ROOT = Path(__file__).parent.parent
 OTHERS = ("copy_free", "gram")
@@ -266,3 +267,20 @@ def test_float32_has_the_bits_of_one_process(pool, ns_algorithm):
     cases = [Case(MIXED, (3,), (Shard(0),), {"wq": 20}, {"lr": 0.02})]
     options = {"ns_algorithm": ns_algorithm, "ns_dtype": torch.float32, "max_batch_bytes": 40_000}
     assert pool.run(3, differing_from_one_process, cases, options) == [[]] * 3
+
+
+def test_the_figures_quoted_are_those_of_this_code():
+    """What does not depend on the machine; errors and losses within what another machine's rounding changes."""
+    quoted = json.loads((ROOT / "data" / "newton_schulz.json").read_text())
+    for row in quoted["batches"]:
+        counts = batch_counts(row["ns_algorithm"], *map(int, row["batch"].split("x")))
+        assert counts == {name: row[name] for name in counts}
+    assert {row["ns_algorithm"] for row in quoted["training"]} == set(NS_ALGORITHMS)
+    for row in quoted["accuracy"]:
+        rows, cols = map(int, row["shape"].split("x"))
+        ratio = gemm_flops(rows, cols, 5, row["ns_algorithm"]) / gemm_flops(rows, cols, 5)
+        assert row["arrangement"] == arrangement(rows, cols, row["ns_algorithm"])
+        assert row["flops_to_standard"] == pytest.approx(ratio, rel=1e-3)
+        if (row["spectrum"], row["coefficients"]) == ("gaussian", "quintic"):
+            found = accuracy(row["ns_algorithm"], row["coefficients"], row["spectrum"], rows, cols)
+            assert found["error"] == pytest.approx(row["error"], rel=0.25)

@@ -346,7 +346,7 @@ def test_a_run_is_not_overwritten(
     before = {path: path.read_bytes() for path in run.folder.iterdir()}
     monkeypatch.setattr(sys, "argv", ["profile_step.py", *QUESTION, "--out", str(run.folder)])
     assert script.main() == 2
-    assert "already holds files" in capsys.readouterr().err
+    assert "already holds a run" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in run.folder.iterdir()} == before
 
 

@@ -18,6 +18,7 @@ Each function takes
     x: (short, long) or (n, short, long), any strides; may be changed.
     triples: a, b, c of each step.
     out: where the last product may write its result, None for a tensor of its own. It may be what ``x`` is in.
+    scratch: for all other results.
     identities: what makes them; "standard" needs none.
 
 and returns the result: ``out``, ``x`` itself, or a new contiguous tensor.
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from distmuon.newton_schulz.coefficients import Triple
 from distmuon.newton_schulz.costs import gram_segments
+from distmuon.newton_schulz.scratch import Scratch
 
 
 class Identities(NamedTuple):
@@ -41,79 +43,89 @@ class Identities(NamedTuple):
     Attributes:
         counting: 0, 1, 2, ..., as many as they have rows.
         filled_steps: for how many steps of a batch they are made at once.
+        scratch: for them.
     """
 
     counting: Tensor
     filled_steps: int
+    scratch: Scratch
 
-    def make(self, dtype: torch.dtype, *numbers: int) -> Tensor:
-        """(*numbers, short, short): 1 where row and column have one number."""
+    def make(self, x: Tensor, *numbers: int) -> Tensor:
+        """(*numbers, short, short) of the dtype of ``x``: 1 where row and column have one number."""
         size = (*numbers, len(self.counting), len(self.counting))
-        result = torch.empty(size, dtype=dtype, device=self.counting.device)
+        result = self.scratch.empty(f"{numbers} identities", x, size, x.dtype)
         return torch.eq(self.counting[:, None].expand(size), self.counting.expand(size), out=result)
 
     def each(self, x: Tensor, a_step: int, steps: int) -> Iterator[Tensor]:
         """Identities like the Gram matrices of ``x``, ``a_step`` for each of the steps, each to be used once."""
         for start in range(0, steps, self.filled_steps):
-            filled = a_step * min(self.filled_steps, steps - start)
-            yield from self.make(x.dtype, filled, *x.shape[:-2])
+            yield from self.make(x, a_step * min(self.filled_steps, steps - start), *x.shape[:-2])
 
 
-def standard(x: Tensor, triples: Sequence[Triple], out: Tensor | None, identities: Identities | None = None) -> Tensor:
+def standard(
+    x: Tensor, triples: Sequence[Triple], out: Tensor | None, scratch: Scratch, _: Identities | None
+) -> Tensor:
     """As ``torch.optim.Muon``, product by product."""
     addmm, mm = (torch.baddbmm, torch.bmm) if x.ndim == 3 else (torch.addmm, torch.mm)
-    if len(triples) == 1:
-        out = None  # x is still read when it is written
+    like = x
     for step, (a, b, c) in enumerate(triples, 1):
-        gram = mm(x, x.mT)
-        polynomial = addmm(gram, gram, gram, beta=b, alpha=c)
-        if step < len(triples) or out is None:
-            x = addmm(x, polynomial, x, beta=a)
+        gram = scratch("gram", like, mm, x, x.mT)
+        polynomial = scratch("polynomial", like, addmm, gram, gram, gram, beta=b, alpha=c)
+        if out is None or not 1 < step == len(triples):  # in the first step x may be in out
+            x = scratch(f"iterate {step % 2}", like, addmm, x, polynomial, x, beta=a)
         elif _by_columns(out):
             addmm(x.mT, x.mT, polynomial.mT, beta=a, out=out.mT)
+            return out
         else:
-            addmm(x, polynomial, x, beta=a, out=out)
-    return x if out is None else out
+            return addmm(x, polynomial, x, beta=a, out=out)
+    return x
 
 
-def polynomial(x: Tensor, triples: Sequence[Triple], out: Tensor | None, identities: Identities) -> Tensor:
+def polynomial(
+    x: Tensor, triples: Sequence[Triple], out: Tensor | None, scratch: Scratch, identities: Identities
+) -> Tensor:
     """The square completed; exactly the standard FLOPs."""
-    if len(triples) == 1:
-        out = None
+    like = x
     bias = identities.each(x, 2, len(triples))
     for step, (a, b, c) in enumerate(triples, 1):
         weight = b * b / (4 * c)
         square = _add_product_(next(bias), x, x.mT, beta=1.0, alpha=2 * c / b)
         factor = _add_product_(next(bias), square, square, beta=a - weight, alpha=weight)
-        x = _product(factor, x, out if step == len(triples) else None)
+        if out is not None and 1 < step == len(triples):
+            return _product_into(out, factor, x)
+        x = scratch(f"iterate {step % 2}", like, _mm(x), factor, x)
     return x
 
 
-def in_place(x: Tensor, triples: Sequence[Triple], out: Tensor | None, identities: Identities) -> Tensor:
+def in_place(
+    x: Tensor, triples: Sequence[Triple], _: Tensor | None, scratch: Scratch, identities: Identities
+) -> Tensor:
     """The square completed and X updated in place; for matrices that are square or nearly so."""
     bias = identities.each(x, 1, len(triples))
     for a, b, c in triples:
         weight = b * b / (4 * c)
         square = _add_product_(next(bias), x, x.mT, beta=1.0, alpha=2 * c / b)
-        _add_product_(x, square, _product(square, x), beta=a - weight, alpha=weight)
+        _add_product_(x, square, scratch("product", x, _mm(x), square, x), beta=a - weight, alpha=weight)
     return x
 
 
-def gram(x: Tensor, triples: Sequence[Triple], out: Tensor | None, identities: Identities) -> Tensor:
+def gram(x: Tensor, triples: Sequence[Triple], out: Tensor | None, scratch: Scratch, identities: Identities) -> Tensor:
     """On the Gram matrix; for matrices much wider than tall. X is read anew at every restart."""
-    identity = identities.make(x.dtype)
-    segments = list(gram_segments(len(triples)))
-    if len(segments) == 1:
-        out = None
-    for start, stop in segments:
-        square, applied = _product(x, x.mT), None
+    mm, like = _mm(x), x
+    identity = identities.make(x)
+    for number, (start, stop) in enumerate(gram_segments(len(triples))):
+        square, applied = scratch("square 1", like, mm, x, x.mT), None
         for step, (a, b, c) in enumerate(triples[start:stop], start + 1):
-            factor = _add_product_(torch.add(identity, square, alpha=b / a), square, square, beta=a, alpha=c)
-            applied = factor if applied is None else _product(applied, factor)
+            factor = scratch(f"factor {step % 2}", like, torch.add, identity, square, alpha=b / a)
+            _add_product_(factor, square, square, beta=a, alpha=c)
+            applied = factor if applied is None else scratch(f"applied {step % 2}", like, mm, applied, factor)
             if step < stop:
-                square = _product(_product(factor, square), factor)
+                square = scratch("half", like, mm, factor, square)
+                square = scratch(f"square {(step - start + 1) % 2}", like, mm, square, factor)
         assert applied is not None
-        x = _product(applied, x, out if stop == len(triples) else None)
+        if out is not None and number and stop == len(triples):
+            return _product_into(out, applied, x)
+        x = scratch(f"iterate {number % 2}", like, mm, applied, x)
     return x
 
 
@@ -126,15 +138,15 @@ def iteration_dtype(arithmetic: str, ns_dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if arithmetic == "gram" and ns_dtype == torch.bfloat16 else ns_dtype
 
 
-def _product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    mm = torch.bmm if left.ndim == 3 else torch.mm
-    if out is None:
-        return mm(left, right)
+def _mm(x: Tensor) -> Callable[..., Tensor]:
+    return torch.bmm if x.ndim == 3 else torch.mm
+
+
+def _product_into(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
     if _by_columns(out):
-        mm(right.mT, left.mT, out=out.mT)
-    else:
-        mm(left, right, out=out)
-    return out
+        _mm(out)(right.mT, left.mT, out=out.mT)
+        return out
+    return _mm(out)(left, right, out=out)
 
 
 def _add_product_(bias: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float) -> Tensor:
@@ -155,7 +167,7 @@ def _by_columns(tensor: Tensor) -> bool:
 
 
 #: By the names that :func:`~distmuon.newton_schulz.costs.arrangement` chooses from.
-ITERATIONS: dict[str, Callable[[Tensor, Sequence[Triple], Tensor | None, Any], Tensor]] = {
+ITERATIONS: dict[str, Callable[[Tensor, Sequence[Triple], Tensor | None, Scratch, Any], Tensor]] = {
     "standard": standard,
     "polynomial": polynomial,
     "in_place": in_place,

@@ -10,12 +10,14 @@ from torch import Tensor
 from distmuon.newton_schulz.coefficients import COEFFICIENTS, Triple
 from distmuon.newton_schulz.costs import MAX_BATCH_BYTES, arrangement, filled_steps
 from distmuon.newton_schulz.iterations import ITERATIONS, Identities, iteration_dtype
+from distmuon.newton_schulz.scratch import FRESH, Scratch
 
 #: On a CPU matrices with a shorter short side are orthogonalised one at a time, each in memory of its own. Up to 16^3
 #: multiply-adds PyTorch multiplies one pair of bf16 matrices by itself but hands a batch of them to oneDNN
-#: (``use_mkldnn_matmul`` in aten/src/ATen/native/mkldnn/Matmul.cpp), which sums in another order, and fp32 products
-#: depend on how the operands are aligned. Above, batched and single products have the same bits.
-MIN_BATCHED_SIDE_ON_CPU = 17
+#: (``use_mkldnn_matmul`` in aten/src/ATen/native/mkldnn/Matmul.cpp), which sums in another order; small fp32 products
+#: depend on how the operands are aligned. From here on batched and single products have the same bits
+#: (``scripts/measure_bits.py``).
+MIN_BATCHED_SIDE_ON_CPU = {torch.bfloat16: 17, torch.float32: 12}
 
 
 def orthogonalize_(
@@ -28,6 +30,7 @@ def orthogonalize_(
     ns_algorithm: str = "standard",
     counting: Tensor | None = None,
     max_bytes: int = MAX_BATCH_BYTES,
+    scratch: Scratch = FRESH,
 ) -> None:
     """Orthogonalise ``matrices``: ``X <- a X + (b X X^T + c (X X^T)^2) X`` for each of ``triples``, on the short side.
 
@@ -44,10 +47,11 @@ def orthogonalize_(
         counting: 0, 1, 2, ... on the device, at least as many as the short side has, from which identities are made;
             None for a tensor of its own.
         max_bytes: within which identities are made for several steps at once.
+        scratch: for what is needed on the way.
     """
     batched = matrices.ndim == 3
     rows, cols = matrices.shape[-2:]
-    small = matrices.device.type == "cpu" and min(rows, cols) < MIN_BATCHED_SIDE_ON_CPU
+    small = matrices.device.type == "cpu" and min(rows, cols) < MIN_BATCHED_SIDE_ON_CPU[ns_dtype]
     if batched and small:
         for matrix, result in zip(matrices, matrices if out is None else out, strict=True):
             orthogonalize_(
@@ -59,18 +63,23 @@ def orthogonalize_(
                 ns_algorithm=ns_algorithm,
                 counting=counting,
                 max_bytes=max_bytes,
+                scratch=scratch,
             )
         return
     in_place = out is None and matrices.dtype == ns_dtype and not small
-    # With another out a copy even if nothing is cast: the division below must not reach the momentum.
-    x = matrices if in_place else matrices.to(ns_dtype, copy=True)
+    x = matrices
+    if not in_place:  # with another out a copy even if nothing is cast: the division must not reach the momentum
+        x = scratch.empty("input", matrices, matrices.shape, ns_dtype).copy_(matrices)
     out = matrices if out is None else out
     # Over the stored orientation, so that a matrix and its place in a batch are summed in the same order.
-    norm = torch.linalg.vector_norm(x.flatten(1), dim=1)[:, None, None] if batched else torch.linalg.vector_norm(x)
-    norm = norm.clamp(min=eps)
+    norm = scratch("norm", x, torch.linalg.vector_norm, x.flatten(1) if batched else x, dim=1 if batched else None)
+    norm = norm.clamp_(min=eps).view(-1, 1, 1) if batched else norm.clamp_(min=eps)
     arithmetic = arrangement(rows, cols, ns_algorithm)
     dtype = iteration_dtype(arithmetic, ns_dtype)
-    x = x.div_(norm) if dtype == x.dtype else torch.div(x, norm, out=torch.empty_like(x, dtype=dtype))
+    if dtype == x.dtype:
+        x.div_(norm)
+    else:
+        x = torch.div(x, norm, out=scratch.empty("divided", x, x.shape, dtype))
     # The first iteration reads a tall matrix through its transpose and leaves a wide, contiguous one. Copying it into a
     # wide one before would round differently.
     tall = rows > cols
@@ -83,10 +92,10 @@ def orthogonalize_(
     if counting is not None:
         number = len(matrices) if batched else 1
         together = filled_steps(number, rows, cols, dtype.itemsize, ns_algorithm, len(triples), max_bytes)
-        identities = Identities(counting[:short], together)
+        identities = Identities(counting[:short], together, scratch)
     target = None if small or out.dtype != dtype else wide_out
-    result = ITERATIONS[arithmetic](wide, triples, target, identities)
+    result = ITERATIONS[arithmetic](wide, triples, target, scratch, identities)
     if result is not wide_out:
-        if out.dtype != ns_dtype:  # rounded to that, too, wherever it goes
-            result = result.to(ns_dtype)
+        if ns_dtype not in (dtype, out.dtype):  # rounded to that, too, wherever it goes
+            result = scratch.empty("rounded", result, result.shape, ns_dtype).copy_(result)
         wide_out.copy_(result)

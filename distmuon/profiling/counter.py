@@ -54,6 +54,8 @@ _SOURCE_OF = {
     ("return_unpack", "copy"): "return_unpack",
     ("apply", "mul_"): "decay",
     ("apply", "add_"): "update",
+    ("apply", "scalar"): "decay",
+    ("momentum", "add_"): "nesterov",
 }
 
 

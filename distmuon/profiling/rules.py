@@ -224,8 +224,11 @@ RULES: dict[Any, Rule] = {
     aten.div_.Tensor: _one("norm", KERNEL),  # cuda/BinaryDivTrueKernel.cu
     aten.div.out: _one("norm", KERNEL),  # ... which casts to the result's dtype as it writes
     aten.clamp.default: _one("norm", KERNEL),  # cuda/TensorCompare.cu
+    aten.clamp_.default: _one("norm", KERNEL),
     aten.clamp_min.default: _one("norm", KERNEL),  # cuda/TensorCompare.cu
+    aten.clamp_min_.default: _one("norm", KERNEL),
     aten.linalg_vector_norm.default: _vector_norm,  # cuda/ReduceNormKernel.cu, cuda/Reduce.cuh
+    aten.linalg_vector_norm.out: _vector_norm,
     aten._foreach_lerp_.Scalar: _foreach("lerp_", 2),  # cuda/ForeachTernaryOp.cu
     aten._foreach_lerp.Scalar: _foreach("lerp", 3),  # cuda/ForeachTernaryOp.cu
     aten._foreach_mul_.Tensor: _foreach("mul_", 1),  # cuda/ForeachBinaryOpScalarTensor.cu: a CPU scalar is read
@@ -238,6 +241,10 @@ RULES: dict[Any, Rule] = {
     aten.baddbmm_.default: _one("gemm", KERNEL),
     aten.eq.Tensor_out: _one("diagonal", KERNEL),  # cuda/CompareEQKernel.cu: casts to the result's dtype as it writes
     aten.add.Tensor: _one("diagonal", KERNEL),  # cuda/CUDALoops.cuh by BinaryOps; identity and a Gram matrix
+    aten.add.out: _one("diagonal", KERNEL),
+    aten.addcmul_.default: _one("add_", KERNEL),  # cuda/PointwiseOpsKernel.cu
+    aten.mul.out: _one("scalar", KERNEL),  # of a learning rate that is a tensor
+    aten.add_.Scalar: _one("scalar", KERNEL),
     aten.addmm.default: _gemm_with_bias,  # cuda/Blas.cpp: addmm_out_cuda_impl
     aten.baddbmm.default: _gemm_with_bias,  # cuda/Blas.cpp: baddbmm_out_cuda_impl
     aten.addmm.out: _gemm_with_bias,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import shlex
 import sys
 from pathlib import Path
 from typing import TextIO
 
+from distmuon.folders import claim, fresh
 from distmuon.profiling.launch import launch
 from distmuon.profiling.results import Run
 from distmuon.profiling.session import Settings, profile_rank
@@ -42,14 +42,12 @@ def profile(
         RankFailure: a rank died or hung; no process is left.
     """
     command = command or shlex.join(["python", *sys.argv])
-    folder = Path(out) if out else _fresh_folder(settings)
+    folder = Path(out) if out else fresh(f"profile-{settings.workload.replace('/', '-by-')}")
     rank = int(os.environ.get("RANK", 0))
     if rank == 0:
-        _claim(folder)
+        claim(folder)
     if "RANK" in os.environ:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"rank{rank}.log").open("w") as log:
-            profile_rank(settings, folder, command, log)
+        profile_rank(settings, folder, command, own_log=True)
     else:
         arguments = [settings.to_json(), str(folder), command]
         progress = progress or sys.stderr
@@ -62,15 +60,3 @@ def profile(
             progress=progress,
         )
     return Run.read(folder) if rank == 0 else None
-
-
-def _fresh_folder(settings: Settings) -> Path:
-    now = datetime.datetime.now(datetime.UTC)
-    return Path("runs", f"{now:%Y%m%dT%H%M%S}-profile-{settings.workload.replace('/', '-by-')}")
-
-
-def _claim(folder: Path) -> None:
-    """Make the folder; a run that is there stays as it is."""
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} already holds files: name another folder, or none for a fresh one under runs/")
-    folder.mkdir(parents=True, exist_ok=True)

@@ -100,16 +100,17 @@ class Settings:
         return cls(**json.loads(text))
 
 
-def profile_rank(settings: Settings, folder: Path, command: str, log: TextIO | None = None) -> None:
+def profile_rank(settings: Settings, folder: Path, command: str, *, own_log: bool = False) -> None:
     """Run one rank from its environment (``RANK`` and so on) to its end; rank 0 writes the results of all.
 
     Args:
         settings: the same on all ranks.
-        folder: where traces and results go; it exists.
+        folder: where traces and results go, of rank 0, where it exists; the others follow.
         command: what the user called, for the results.
-        log: where progress goes beside standard error.
+        own_log: write ``rank{r}.log`` as well, where no launcher does it from standard error.
     """
     rank, device = int(os.environ["RANK"]), _device(settings)
+    log: TextIO | None = None
 
     def say(text: str) -> None:
         for stream in (sys.stderr, log):
@@ -121,6 +122,12 @@ def profile_rank(settings: Settings, folder: Path, command: str, log: TextIO | N
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")  # "nccl" is RCCL with ROCm
     if dist.get_world_size() != settings.ranks:
         raise ValueError(f"ranks is {settings.ranks}, but this job has {dist.get_world_size()}")
+    place = [str(folder)]
+    dist.broadcast_object_list(place)
+    folder = Path(place[0])
+    if own_log:  # not before rank 0 has claimed the folder
+        folder.mkdir(parents=True, exist_ok=True)
+        log = (folder / f"rank{rank}.log").open("w")
     if device.type == "cpu":
         torch.set_num_threads(1)  # the ranks share the cores
     else:
@@ -168,6 +175,8 @@ def profile_rank(settings: Settings, folder: Path, command: str, log: TextIO | N
             origin={"command": command, "text": text.source, "text digest": text.digest},
         )
     say("done")
+    if log:
+        log.close()
 
 
 class Recorder:

@@ -174,15 +174,7 @@ def conclusion(found: Ablation) -> str:
     if falls and sum(falls) > 0:
         most = max(range(len(falls)), key=falls.__getitem__)
         sentences.append(f"{falls[most] / sum(falls):.0%} of the launches saved go with {names[most + 1][2:]}.")
-    host = found.host
-    label, best = min(zip(names, host, strict=True), key=lambda pair: pair[1].median_ms)
-    shortest = f", and by {_told(host_change(found, best))} with those up to {label[2:]}"
-    sentences.append(
-        f"With all of them the host side of a step with small matrices changes by "
-        f"{_told(host_change(found, host[-1]))}{shortest if best not in (host[0], host[-1]) else ''}; it dispatches {host[-1].without_views:,} operators instead "
-        f"of {host[0].without_views:,}, views not counted."
-    )
-    return " ".join([*sentences, _steps_sentence(found), bits_finding(found)])
+    return " ".join([*sentences, _host_sentence(found), _steps_sentence(found), bits_finding(found)])
 
 
 def bits_finding(found: Ablation) -> str:
@@ -210,8 +202,9 @@ def sweep_finding(sweep: pd.DataFrame, device: str) -> str:
     )
     longer = sweep[sweep["verdict"] == "longer"]
     cost = f", and it is longer for {_and(sorted(set(longer['regions'])))} regions of some size" if len(longer) else ""
+    place = "CPU" if device == "cpu" else "GPU"
     sentence = (
-        f"On this {'CPU' if device == 'cpu' else 'GPU'}, {told}{cost}. On a GPU the same calls launch up to {saved.max():,g} times less "
+        f"On this {place}, {told}{cost}. On a GPU the same calls launch up to {saved.max():,g} times less "
         f"({most['batched_launches']} instead of {most['single_launches']})"
     )
     return f"{sentence}." if device != "cpu" else f"{sentence}, which a CPU, having no launches, can't time."
@@ -224,6 +217,20 @@ def _peaks(text: str, counted: LaunchCounts) -> list[int]:
     return [
         peak_bytes(plan_for(question["workload"], rank=rank, **size, **options)) for rank in range(question["ranks"])
     ]
+
+
+def _host_sentence(found: Ablation) -> str:
+    """What all switches do to the host side, and where it is shortest."""
+    first, *_, last = found.host
+    label, best = min(zip(found.labels, found.host, strict=True), key=lambda pair: pair[1].median_ms)
+    shortest = (
+        "" if best in (first, last) else f", and by {_told(host_change(found, best))} with those up to {label[2:]}"
+    )
+    return (
+        f"With all of them the host side of a step with small matrices changes by {_told(host_change(found, last))}"
+        f"{shortest}; it dispatches {last.without_views:,} operators instead of {first.without_views:,}, views not "
+        "counted."
+    )
 
 
 def _steps_sentence(found: Ablation) -> str:

@@ -184,7 +184,10 @@ def bits_finding(found: Ablation) -> str:
     different = [name for name, same in equal.items() if not same]
     if not different:
         return "All train to the same bits: loss, gradient norm and parameters of all ranks."
-    return f"Loss, gradient norm or parameters differ in bits from those of {found.labels[0]} with {_and(different)}."
+    meant = [name for name in different if Contestant(name).options().get("ns_algorithm", "standard") != "standard"]
+    if different == meant:
+        return f"All train to the same bits but {_and(different)}, whose arithmetic is another."
+    return f"Loss, gradient norm or parameters DIFFER in bits from those of {found.labels[0]} with {_and(different)}."
 
 
 def sweep_finding(sweep: pd.DataFrame, device: str) -> str:

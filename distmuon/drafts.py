@@ -46,22 +46,26 @@ def draft_stages(parameters: Sequence[ParameterSpec], buckets: Iterable[Bucket],
     """The drafts of ``rank``, in the order of the buckets."""
     drafts = []
     for bucket in buckets:
-        cut: dict[tuple[tuple[int, ...], torch.dtype], list[int]] = {}
+        cut: dict[tuple[object, tuple[int, ...], torch.dtype], list[int]] = {}
         whole: list[int] = []
         for index in bucket.parameters:
             spec = parameters[index]
             axes = spec.exchange_axes()
             if axes and spec.storage:
-                cut.setdefault((spec.storage.subgroup(rank, axes), spec.dtype), []).append(index)
+                # By mesh, not by subgroup: every rank must have the same drafts, in the same order.
+                mesh = spec.storage.mesh_shape, spec.storage.ranks
+                cut.setdefault((mesh, axes, spec.dtype), []).append(index)
             else:
                 whole.append(index)
         if not cut:
             drafts.append(Draft(bucket.name, (), (), tuple(whole)))
-        for number, ((ranks, _), indices) in enumerate(cut.items()):
+        for number, ((_, axes, _), indices) in enumerate(cut.items()):
+            storage = parameters[indices[0]].storage
+            assert storage is not None
             # Their work fills the wait for the way back of the first exchange.
             filling = tuple(whole) if number == 0 else ()
             name = bucket.name if number == 0 else f"{bucket.name} ({number + 1})"
-            drafts.append(Draft(name, ranks, tuple(indices), filling))
+            drafts.append(Draft(name, storage.subgroup(rank, axes), tuple(indices), filling))
     return drafts
 
 

@@ -135,9 +135,9 @@ class DistMuon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tensors = []
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             settings = _settings(group, self._options)
-            for name, parameter in _named(group):
+            for name, parameter in _named(number, group):
                 tensors.append(self._local(name, parameter, settings))
         self._runner.run(tensors)
         return loss
@@ -172,7 +172,7 @@ class DistMuon(torch.optim.Optimizer):
     def _specs(self) -> tuple[ParameterSpec, ...]:
         """Describe every parameter, checking it and the settings of its group."""
         specs: list[ParameterSpec] = []
-        names = [name for group in self.param_groups for name, _ in _named(group)]
+        names = [name for number, group in enumerate(self.param_groups) for name, _ in _named(number, group)]
         refuse_unmatched("row_blocks", self._row_blocks or (), names)
         for number, group in enumerate(self.param_groups):
             _settings(group, self._options)
@@ -180,9 +180,11 @@ class DistMuon(torch.optim.Optimizer):
             if blocks and self._row_blocks and dict(blocks) != dict(self._row_blocks):
                 raise ValueError(f"row_blocks is {self._row_blocks!r}, but a group carries {blocks!r}: give it once")
             refuse_unmatched("row_blocks", blocks or (), names)
-            for name, parameter in _named(group):
-                if not parameter.is_floating_point():
-                    raise TypeError(f"parameter {name!r} is {parameter.dtype}: Muon takes real floating point matrices")
+            for name, parameter in _named(number, group):
+                if not parameter.is_floating_point() or parameter.dtype == torch.float16:
+                    raise TypeError(
+                        f"parameter {name!r} is {parameter.dtype}: give bfloat16, float32 or float64 matrices"
+                    )
                 shape = tuple(parameter.shape)
                 rows = matrix_rows(name, shape, blocks or self._row_blocks)
                 try:
@@ -229,9 +231,9 @@ class DistMuon(torch.optim.Optimizer):
         return LocalParameter(_plain(parameter), _plain(gradient), _plain(momentum), settings)
 
 
-def _named(group: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Names and parameters of a group; unnamed ones are numbered."""
-    names = group.get("param_names") or [f"parameter{index}" for index in range(len(group["params"]))]
+def _named(number: int, group: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """Names and parameters of group ``number``; unnamed ones are numbered."""
+    names = group.get("param_names") or [f"group{number}.{index}" for index in range(len(group["params"]))]
     return [(clean_name(name), parameter) for name, parameter in zip(names, group["params"], strict=True)]
 
 
@@ -270,8 +272,8 @@ def _storage(parameter: Tensor) -> Storage | None:
 
 def _one_device(groups: list[dict[str, Any]]) -> torch.device:
     devices: dict[torch.device, str] = {}
-    for group in groups:
-        for name, parameter in _named(group):
+    for number, group in enumerate(groups):
+        for name, parameter in _named(number, group):
             devices.setdefault(_plain(parameter).device, name)
     if len(devices) > 1:
         shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())

@@ -172,7 +172,9 @@ class _Planner:
         offsets = itertools.accumulate((matrix.numel for matrix in in_work), initial=0)
         work = dict(zip(in_work, offsets, strict=False))
 
-        exchange, moves = self._exchange(draft, cut, owners, work) if cut else (None, [])
+        # Also where its group has nothing to bring together, as an expert group without experts: ranks that share
+        # another group with this one must issue their exchanges in the same order.
+        exchange, moves = self._exchange(draft, cut, owners, work) if draft.cut else (None, [])
         moves += [Copy(m.parameter, flat(m.numel, whole[m]), flat(m.numel, work[m])) for m in stacked]
         local = {matrix: offset for matrix, offset in whole.items() if matrix not in work}
         return Stage(

@@ -127,6 +127,8 @@ class Exchange:
         loads = [0] * len(self.ranks)
         for cost, owner in zip(costs, self.owners, strict=True):
             loads[owner] += cost
+        if not costs:
+            return 1.0, 1.0
         mean = sum(costs) / len(self.ranks)
         return max(loads) / mean, max(loads) / max(mean, *costs)
 

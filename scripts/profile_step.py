@@ -52,7 +52,7 @@ def main() -> int:
         print(
             json.dumps(run.summary, indent=2)
             if arguments.format == "json"
-            else profile_table(run).to_string(index=False)
+            else profile_table(run).to_string(index=False, na_rep="n/a")
         )
         print(f"results: {run.folder}", file=sys.stderr)
     return 0

@@ -102,6 +102,17 @@ def test_two_parameters_of_one_name_are_refused():
         DistMuon(groups)
 
 
+def test_half_precision_with_few_exponents_is_refused():
+    with pytest.raises(TypeError, match=r"parameter 'a' is torch.float16: give bfloat16"):
+        DistMuon([("a", nn.Parameter(torch.zeros(4, 4, dtype=torch.float16)))])
+
+
+def test_groups_without_names_may_be_several():
+    optimizer = DistMuon([{"params": [weight(4, 4)]}, {"params": [weight(4, 4)], "lr": 0.1}])
+    optimizer.add_param_group({"params": [weight(8, 4)]})
+    assert sum(row["matrices"] for row in optimizer.plan.report()) == 3
+
+
 def test_a_missing_gradient_is_named():
     optimizer = DistMuon([("a", weight(4, 4))])
     with pytest.raises(ValueError, match="parameter 'a' has no gradient on this rank"):

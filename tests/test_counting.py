@@ -124,6 +124,13 @@ def test_copies_saved_follow_from_the_plan(ranks, ep):
 WORKLOAD = replace(get_workload("tiny"), name="tiny with 32 experts", experts=32)
 
 
+def test_experts_cut_over_their_ranks_are_counted_on_every_rank():
+    """More efsdp ranks than experts: their rows are sharded, and brought together within each of the two groups."""
+    counted = count_launches("tiny", 8, 2, "batched")
+    assert len(counted.per_rank) == 8
+    assert all(counts.collectives > 0 for counts in counted.per_rank)
+
+
 def counts_of_real_ranks(rank: int, ranks: int, variant: str, ns_algorithm: str) -> tuple[int, int, int, int]:
     """Count beside a real step of real ranks."""
     options = {"variant": variant, "ns_algorithm": ns_algorithm, "buckets": "auto"}

@@ -13,7 +13,7 @@ from muon_cases import Case, differing_on_rank, distmuon, muon_on_whole_matrices
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from distmuon import DistMuon, Variant
@@ -92,8 +92,6 @@ def plan_rows(rank: int, ranks: int) -> list[dict[str, object]]:
 
 
 def torch_distribute(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    from torch.distributed.tensor import distribute_tensor
-
     return distribute_tensor(tensor, init_device_mesh("cpu", (ranks,)), [Shard(0)], src_data_rank=None)
 
 
@@ -115,6 +113,34 @@ def test_fewer_experts_than_ranks(pool):
     """3 experts over ep 2: one rank of the expert axis holds two, the other one, and rows are split over efsdp."""
     cases = [Case({"w": (3, 10, 6), "v": (1, 10, 6)}, (2, 2), (Shard(1), Shard(0)), settings={"lr": 0.02})]
     assert pool.run(4, differing_on_rank, cases, {}) == [[]] * 4
+
+
+def order_of_exchanges(rank: int, ranks: int, variant: str) -> list[str]:
+    """Between two buckets of all ranks one whose experts only half of them hold."""
+    dense, expert = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(0)
+    whole = {name: torch.randn(shape) for name, shape in {"a": (32, 64), "b": (1, 48, 32), "c": (64, 32)}.items()}
+    placed = {
+        "a": distribute_tensor(whole["a"], dense, [Shard(0)], src_data_rank=None),
+        "b": distribute_tensor(whole["b"], expert, [Shard(1), Shard(0)], src_data_rank=None),
+        "c": distribute_tensor(whole["c"], dense, [Shard(0)], src_data_rank=None),
+    }
+    parameters = {name: nn.Parameter(tensor) for name, tensor in placed.items()}
+    truth = {name: nn.Parameter(tensor.clone()) for name, tensor in whole.items()}
+    ours = DistMuon(parameters.items(), buckets=[("a",), ("b",), ("c",)], variant=variant)
+    alone = DistMuon(truth.items())
+    for name, parameter in parameters.items():
+        parameter.grad = parameter.detach().clone()
+        truth[name].grad = truth[name].detach().clone()
+    ours.step()
+    alone.step()
+    return [name for name, parameter in parameters.items() if not torch.equal(parameter.full_tensor(), truth[name])]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_without_experts_keep_the_order_of_exchanges(pool, variant):
+    """They once skipped the middle exchange, and so started the last one before the first had come back."""
+    assert pool.run(4, order_of_exchanges, variant) == [[]] * 4
 
 
 def test_non_contiguous_parameters_have_the_values_of_contiguous_ones():

@@ -49,6 +49,8 @@ class Replay:
             for stage, buffer in zip(plan.stages, work[rank], strict=True):
                 for copy in stage.moves:
                     self.fill(copy.packed.of(buffer), copy.place.of(self.held[rank][copy.parameter]))
+        orders = {tuple(stage.name for stage in plan.stages if stage.exchange) for plan in self.plans}
+        assert len(orders) == 1, "ranks issue their exchanges in the same order"
         exchanging = {
             (stage.name, stage.exchange.ranks) for plan in self.plans for stage in plan.stages if stage.exchange
         }

@@ -63,7 +63,12 @@ Rule = Callable[[Arguments, dict[str, Any], Any, Toolchain], Parts]
 
 
 def _one(part: str, activity: Activity) -> Rule:
-    return lambda arguments, keywords, result, toolchain: ((part, activity),)
+    """The same for every call, but that kernels on tensors without elements are not launched."""
+
+    def rule(arguments: Arguments, keywords: dict[str, Any], result: Any, toolchain: Toolchain) -> Parts:
+        return () if activity.kernels and arguments[0].numel() == 0 else ((part, activity),)
+
+    return rule
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -24,10 +24,13 @@ def stand_for(rank: int, ranks: int) -> Iterator[None]:
     Raises:
         RuntimeError: a process group exists already.
     """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     if dist.is_initialized():
         raise RuntimeError("a process group exists already: stand for a rank in a process without one")
+    # DTensor keeps results with their mesh; this rank's mesh may be equal to another's, but its groups are others.
+    _clear_sharding_prop_cache()
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,9 +86,8 @@ class DistMuon(torch.optim.Optimizer):
         max_batch_bytes: int = MAX_BATCH_BYTES,
         capturable: bool = False,
     ) -> None:
-        if ns_dtype not in NS_DTYPES:
-            raise ValueError(f"ns_dtype is {ns_dtype}: choose torch.bfloat16 or torch.float32")
-        self._options = PlanOptions(buckets, get_variant(variant), ns_dtype, ns_algorithm, max_batch_bytes, capturable)
+        # Made where an error is agreed with the other ranks.
+        self._make_options = partial(_options, buckets, variant, ns_dtype, ns_algorithm, max_batch_bytes, capturable)
         self._row_blocks = row_blocks
         self._plan: Plan | None = None
         defaults = {
@@ -151,6 +151,7 @@ class DistMuon(torch.optim.Optimizer):
         plan: Plan | None = None
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
+            self._options = self._make_options()
             device = _one_device(self.param_groups)
             specs = self._specs()
             plan = plan_step(specs, rank, self._options)
@@ -229,6 +230,24 @@ class DistMuon(torch.optim.Optimizer):
         if gradient.dtype != momentum.dtype:
             raise ValueError(f"parameter {name!r} has a gradient of {gradient.dtype}, but momentum of {momentum.dtype}")
         return LocalParameter(_plain(parameter), _plain(gradient), _plain(momentum), settings)
+
+
+def _options(
+    buckets: Patterns | None,
+    variant: str | Variant,
+    ns_dtype: torch.dtype,
+    ns_algorithm: str,
+    max_batch_bytes: int,
+    capturable: bool,
+) -> PlanOptions:
+    """The options of the plan, checked.
+
+    Raises:
+        ValueError: an unknown name, or a number out of range.
+    """
+    if ns_dtype not in NS_DTYPES:
+        raise ValueError(f"ns_dtype is {ns_dtype}: choose torch.bfloat16 or torch.float32")
+    return PlanOptions(buckets, get_variant(variant), ns_dtype, ns_algorithm, max_batch_bytes, capturable)
 
 
 def _named(number: int, group: dict[str, Any]) -> list[tuple[str, Tensor]]:

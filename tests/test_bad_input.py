@@ -200,6 +200,17 @@ def test_an_error_of_one_rank_is_raised_on_all(pool):
     assert messages[0] == messages[2] == f"rank 1 could not set up DistMuon, so no rank can: ValueError: {messages[1]}"
 
 
+def one_asks_for_an_unknown_variant(rank: int, ranks: int) -> str:
+    variant = "batchd" if rank == 1 else "batched"
+    return message_of(lambda: DistMuon([sharded("a", ranks, 4, 4)], variant=variant))
+
+
+def test_an_unknown_variant_on_one_rank_is_refused_on_all(pool):
+    messages = pool.run(2, one_asks_for_an_unknown_variant)
+    assert "did you mean 'batched'" in messages[1]
+    assert messages[0] == f"rank 1 could not set up DistMuon, so no rank can: ValueError: {messages[1]}"
+
+
 def missing_on_one(rank: int, ranks: int) -> None:
     named = [sharded("a", ranks, 4, 4), sharded("b", ranks, 4, 4)]
     optimizer = DistMuon(named)

@@ -257,7 +257,7 @@ RULES: dict[Any, Rule] = {
     torch.ops.c10d.alltoall_base_.default: _one("all_to_all", Activity(collectives=1)),  # one collective kernel
 }
 
-#: Operators that only allocate or that the profiler ranges dispatch: no device activity.
+#: Operators that only allocate, or make a view without being marked as such: no device activity.
 SILENT = frozenset(
     {
         aten.empty.memory_format,

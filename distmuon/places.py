@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import Tensor
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 class Place(NamedTuple):

@@ -125,13 +125,13 @@ class _StageRunner:
         self._specs = {index: plan.parameters[index] for index in stage.parameters}
         self._sources: dict[int, Tensor] = {}
         self._updates: dict[int, Tensor] = {}
+        self._fused = plan.options.variant.elementwise == "bucket"
         # What one call of an elementwise operator takes: all that share a group and a dtype, or one parameter.
         together: dict[object, list[int]] = {}
         for index, spec in self._specs.items():
-            key = (spec.group, spec.dtype) if plan.options.variant.elementwise == "bucket" else index
+            key = (spec.group, spec.dtype) if self._fused else index
             together.setdefault(key, []).append(index)
         self._together = list(together.values())
-        self._fused = plan.options.variant.elementwise == "bucket"
 
         work = buffers.work(stage)
         self._in_work = [(batch, batch.place.of(work)) for batch in stage.batches if batch.in_work]

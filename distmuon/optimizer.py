@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from distmuon.agreement import agree, host_group
+from distmuon.agreement import Claims, agree, host_group
 from distmuon.buckets import Patterns
 from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
@@ -135,9 +136,9 @@ class DistMuon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tensors = []
-        for number, group in enumerate(self.param_groups):
+        for group, names in zip(self.param_groups, self._names, strict=True):
             settings = _settings(group, self._options)
-            for name, parameter in _named(number, group):
+            for name, parameter in zip(names, group["params"], strict=True):
                 tensors.append(self._local(name, parameter, settings))
         self._runner.run(tensors)
         return loss
@@ -146,19 +147,22 @@ class DistMuon(torch.optim.Optimizer):
         """Check, agree with the other ranks, plan, and reserve state and buffers."""
         error: Exception | None = None
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._names = [_names(number, group) for number, group in enumerate(self.param_groups)]
         meshes = [p.device_mesh for p in parameters if isinstance(p, DTensor)]
-        specs: tuple[ParameterSpec, ...] = ()
+        claims: Claims = {}
         plan: Plan | None = None
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
             self._options = self._make_options()
-            device = _one_device(self.param_groups)
+            settings = [_settings(group, self._options) for group in self.param_groups]
+            device = _one_device(parameters, self._names)
             specs = self._specs()
+            claims = _claims(specs, settings, self._options)
             plan = plan_step(specs, rank, self._options)
         except (ValueError, TypeError) as found:
             error = found
         if meshes:
-            agree({} if error else self._claims(specs), error, host_group())
+            agree({} if error else claims, error, host_group())
         elif error:
             raise error
         assert plan is not None
@@ -171,17 +175,16 @@ class DistMuon(torch.optim.Optimizer):
         self._runner = StepRunner(plan, buffers, exchanger)
 
     def _specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe every parameter, checking it and the settings of its group."""
+        """Describe every parameter, checking it."""
         specs: list[ParameterSpec] = []
-        names = [name for number, group in enumerate(self.param_groups) for name, _ in _named(number, group)]
+        names = list(chain.from_iterable(self._names))
         refuse_unmatched("row_blocks", self._row_blocks or (), names)
-        for number, group in enumerate(self.param_groups):
-            _settings(group, self._options)
+        for number, (group, its_names) in enumerate(zip(self.param_groups, self._names, strict=True)):
             blocks = group["row_blocks"]
             if blocks and self._row_blocks and dict(blocks) != dict(self._row_blocks):
                 raise ValueError(f"row_blocks is {self._row_blocks!r}, but a group carries {blocks!r}: give it once")
             refuse_unmatched("row_blocks", blocks or (), names)
-            for name, parameter in _named(number, group):
+            for name, parameter in zip(its_names, group["params"], strict=True):
                 if not parameter.is_floating_point() or parameter.dtype == torch.float16:
                     raise TypeError(
                         f"parameter {name!r} is {parameter.dtype}: give bfloat16, float32 or float64 matrices"
@@ -197,20 +200,6 @@ class DistMuon(torch.optim.Optimizer):
         if duplicate:
             raise ValueError(f"two parameters are named {duplicate!r}: patterns and plans need distinct names")
         return tuple(specs)
-
-    def _claims(self, specs: tuple[ParameterSpec, ...]) -> dict[tuple[int, ...], list[tuple[str, str]]]:
-        """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
-        settings = [_settings(group, self._options) for group in self.param_groups for _ in group["params"]]
-        common = [
-            ("the buckets", repr(self._options.buckets)),
-            ("variant, ns_dtype, ns_algorithm or max_batch_bytes", repr(replace(self._options, buckets=None))),
-        ]
-        claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-        for spec, own in zip(specs, settings, strict=True):
-            if spec.storage:
-                items = claims.setdefault(spec.storage.ranks, list(common))
-                items.append((f"parameter {len(items) - len(common)} there", f"{spec}, {own}"))
-        return claims
 
     def _local(self, name: str, parameter: Tensor, settings: Settings) -> LocalParameter:
         gradient = parameter.grad
@@ -250,10 +239,10 @@ def _options(
     return PlanOptions(buckets, get_variant(variant), ns_dtype, ns_algorithm, max_batch_bytes, capturable)
 
 
-def _named(number: int, group: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Names and parameters of group ``number``; unnamed ones are numbered."""
+def _names(number: int, group: dict[str, Any]) -> list[str]:
+    """Names of the parameters of group ``number``; unnamed ones are numbered."""
     names = group.get("param_names") or [f"group{number}.{index}" for index in range(len(group["params"]))]
-    return [(clean_name(name), parameter) for name, parameter in zip(names, group["params"], strict=True)]
+    return [clean_name(name) for name in names]
 
 
 def _settings(group: dict[str, Any], options: PlanOptions) -> Settings:
@@ -289,11 +278,24 @@ def _storage(parameter: Tensor) -> Storage | None:
     return Storage(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(parameter.placements))
 
 
-def _one_device(groups: list[dict[str, Any]]) -> torch.device:
+def _claims(specs: Sequence[ParameterSpec], settings: Sequence[Settings], options: PlanOptions) -> Claims:
+    """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
+    common = [
+        ("the buckets", repr(options.buckets)),
+        ("variant, ns_dtype, ns_algorithm or max_batch_bytes", repr(replace(options, buckets=None))),
+    ]
+    claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+    for spec in specs:
+        if spec.storage:
+            items = claims.setdefault(spec.storage.ranks, list(common))
+            items.append((f"parameter {len(items) - len(common)} there", f"{spec}, {settings[spec.group]}"))
+    return claims
+
+
+def _one_device(parameters: Iterable[Tensor], names: Iterable[Iterable[str]]) -> torch.device:
     devices: dict[torch.device, str] = {}
-    for number, group in enumerate(groups):
-        for name, parameter in _named(number, group):
-            devices.setdefault(_plain(parameter).device, name)
+    for parameter, name in zip(parameters, chain.from_iterable(names), strict=True):
+        devices.setdefault(_plain(parameter).device, name)
     if len(devices) > 1:
         shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ValueError(f"the parameters are on several devices ({shown}): move them to one")

@@ -164,10 +164,6 @@ class _Piece(NamedTuple):
     parameter: int
     rows: tuple[int, int] | None
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """These rows, of every slice of a 3-D tensor."""
-        return tensor if self.rows is None else tensor.narrow(-2, *self.rows)
-
 
 class _Together(NamedTuple):
     """Parameters that one call of an elementwise operator takes, and their pieces by the shape of their matrices."""
@@ -306,8 +302,8 @@ class _StageRunner:
         scaled: dict[Scalar, tuple[list[Tensor], list[Tensor]]] = {}
         for (rows, cols), pieces in together.pieces.items():
             targets, changes = scaled.setdefault(rates.alpha(rows, cols), ([], []))
-            targets += [piece.of(tensors[piece.parameter].parameter) for piece in pieces]
-            new = [piece.of(self._updates[piece.parameter]) for piece in pieces]
+            targets += _rows_of(pieces, [tensors[index].parameter for index, _ in pieces])
+            new = _rows_of(pieces, [self._updates[index] for index, _ in pieces])
             if rows > cols and new[0].dtype == torch.bfloat16 and new[0].device.type == "cpu":
                 # torch.optim.Muon adds the transpose of a wide result here. On a CPU a strided bf16 operand is rounded
                 # before it is added, a dense one is not.
@@ -329,6 +325,13 @@ def _together(stage: Stage, plan: Plan, fused: bool) -> list[_Together]:
             piece = _Piece(index, (row, rows) if len(pieces) > 1 else None)
             together.pieces.setdefault((matrix_rows, spec.cols), []).append(piece)
     return list(found.values())
+
+
+def _rows_of(pieces: Sequence[_Piece], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The rows of each piece, of every slice of a 3-D tensor."""
+    return [
+        tensor if rows is None else tensor.narrow(-2, *rows) for (_, rows), tensor in zip(pieces, tensors, strict=True)
+    ]
 
 
 def _updates_of(links: Sequence[_Link], updates: Mapping[int, Tensor]) -> list[Tensor]:

@@ -172,7 +172,7 @@ def _by_columns(tensor: Tensor) -> bool:
 
 
 #: By the names that :func:`~distmuon.newton_schulz.costs.arrangement` chooses from.
-ITERATIONS: dict[str, Callable[[Tensor, Sequence[Triple], Tensor | None, Scratch, Any], Tensor]] = {
+ITERATIONS: dict[str, Callable[[Tensor, Sequence[Triple], Tensor | None, Results, Any], Tensor]] = {
     "standard": standard,
     "polynomial": polynomial,
     "in_place": in_place,

@@ -227,13 +227,18 @@ class Storage:
             coordinate.append(at)
         return tuple(reversed(coordinate))
 
+    @cached_property
+    def _axes(self) -> dict[int | None, tuple[int, ...]]:
+        axes: dict[int | None, tuple[int, ...]] = {}
+        for axis, (placement, size) in enumerate(zip(self.placements, self.mesh_shape, strict=True)):
+            dim = _sharded_dim(placement)
+            if dim is not None or size > 1:
+                axes[dim] = (*axes.get(dim, ()), axis)
+        return axes
+
     def axes(self, dim: int | None) -> tuple[int, ...]:
         """The mesh axes over which tensor dim ``dim`` is sharded; None: over which all of it is replicated."""
-        return tuple(
-            axis
-            for axis, (placement, size) in enumerate(zip(self.placements, self.mesh_shape, strict=True))
-            if _sharded_dim(placement) == dim and (dim is not None or size > 1)
-        )
+        return self._axes.get(dim, ())
 
     def steps(self, axes: Collection[int]) -> dict[int, int]:
         """For each of ``axes``, how far apart neighbours along it are in a group that spans them, row-major."""

@@ -140,11 +140,11 @@ def _add_round(
 ) -> None:
     """Count one exchange; matrices whose parts lie alike are counted together."""
     itemsize = options.wire_dtype(parameters[draft.exchanged[0]].dtype).itemsize
+    runs = {index: parameters[index].runs(meeting.ranks[0], draft.axes) for index in draft.exchanged}
     alike: dict[object, list[tuple[Matrix, int]]] = {}
     for matrix, owner in zip(meeting.matrices, meeting.owners, strict=True):
         spec = parameters[matrix.parameter]
-        runs = spec.runs(meeting.ranks[0], draft.axes)
-        stack = within(runs[BATCH], matrix.batch, matrix.batch + 1)[0].holder
+        stack = within(runs[matrix.parameter][BATCH], matrix.batch, matrix.batch + 1)[0].holder
         alike.setdefault((spec.shape, spec.storage, matrix.row, matrix.rows, stack), []).append((matrix, owner))
         counts.owned_cost[group[owner]] += matrix.cost
         counts.matrices[group[owner]] += 1
@@ -154,7 +154,7 @@ def _add_round(
         replicas = spec.replicas(draft.axes)
         offsets = replicas_of(0, replicas)
         parts: dict[int, int] = {}
-        for holder, region in regions(matrix, spec.runs(meeting.ranks[0], draft.axes)):
+        for holder, region in regions(matrix, runs[matrix.parameter]):
             parts[holder] = parts.get(holder, 0) + region.numel * itemsize
         whole = sum(parts.values())
         near = dict.fromkeys(offsets, 0)

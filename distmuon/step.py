@@ -29,7 +29,7 @@ from distmuon.placement import ParameterSpec
 from distmuon.places import Place
 from distmuon.plan import Plan
 from distmuon.ranges import phase
-from distmuon.schedule import Copy, Stage
+from distmuon.schedule import Copy, Stage, Way
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,12 @@ class _Link(NamedTuple):
     view: Tensor
 
 
+#: Copies that share a call: between updates and buffers, with the buffers' views once more as a list; and between the
+#: work buffer and a packed one.
+_Links = list[tuple[list[_Link], list[Tensor]]]
+_Pairs = list[tuple[list[Tensor], list[Tensor]]]
+
+
 class _Piece(NamedTuple):
     """Local rows of a parameter that share a learning rate: the first and how many, None for all of them."""
 
@@ -197,20 +203,13 @@ class _StageRunner:
         work = buffers.work(stage)
         self._in_work = [(batch, batch.place.of(work)) for batch in stage.batches if batch.in_work]
         self._in_update = [batch for batch in stage.batches if not batch.in_work]
-        self._packing = packing = options.variant.packing
-        shapes = {index: plan.parameters[index].local_shape(plan.rank) for index in stage.parameters}
-        outward = _links(group_copies(packing, stage.moves), work, shapes)
-        self._arriving: list[tuple[list[Tensor], list[Tensor]]] = []
-        if exchange := stage.exchange:
-            outward += _links(group_copies(packing, exchange.sends), buffers.holder(stage), shapes)
-            owner = buffers.owner(stage)
-            self._arriving = [
-                ([copy.place.of(work) for copy in group], [copy.packed.of(owner) for copy in group])
-                for group in group_copies(packing, exchange.receives)
-            ]
-        if packing == "bucket":
-            outward = _merge(outward, plan.parameters)
-        self._outward = [(links, [link.view for link in links]) for links in outward]
+        self._packing = options.variant.packing
+        exchange = stage.exchange
+        out, back = (exchange.out, exchange.back) if exchange else (None, None)
+        self._fetches = out is not None
+        copies = partial(_copies, stage, plan, buffers, work)
+        self._homeward, self._leaving = copies(back)
+        self._outward, self._arriving = (self._homeward, self._leaving) if out is back else copies(out)
 
     @property
     def exchanges(self) -> bool:
@@ -225,7 +224,7 @@ class _StageRunner:
         with phase("pack", self._stage.name):
             for links, views in self._outward:
                 copy_group_(self._packing, views, _updates_of(links, self._sources))
-        if self.exchanges:
+        if self._fetches:
             self._exchanger.send(self._stage)
 
     def compute(self, tensors: Sequence[LocalParameter], *, ready_first: bool = True) -> None:
@@ -234,14 +233,15 @@ class _StageRunner:
         if ready_first:
             self._orthogonalize_ready(tensors)
         if self.exchanges:
-            self._exchanger.wait(self._stage)
+            if self._fetches:
+                self._exchanger.wait(self._stage)
             with phase("unpack", name):
                 for places, packed in self._arriving:
                     copy_group_(self._packing, places, packed)
             with phase("newton_schulz", name):
                 self._orthogonalize_in_work(tensors, ready=False)
             with phase("repack", name):
-                for places, packed in self._arriving:
+                for places, packed in self._leaving:
                     copy_group_(self._packing, packed, places)
             self._exchanger.send_back(self._stage)
         if not ready_first:
@@ -252,7 +252,7 @@ class _StageRunner:
         if self.exchanges:
             self._exchanger.wait(self._stage)
         with phase("return_unpack", self._stage.name):
-            for links, views in self._outward:
+            for links, views in self._homeward:
                 copy_group_(self._packing, _updates_of(links, self._updates), views)
         with phase("apply", self._stage.name):
             for together in self._together:
@@ -337,6 +337,22 @@ def _rows_of(pieces: Sequence[_Piece], tensors: Sequence[Tensor]) -> list[Tensor
 def _updates_of(links: Sequence[_Link], updates: Mapping[int, Tensor]) -> list[Tensor]:
     """The other sides of the links."""
     return [updates[parameter] if place is None else place.of(updates[parameter]) for parameter, place, _ in links]
+
+
+def _copies(stage: Stage, plan: Plan, buffers: Buffers, work: Tensor, way: Way | None) -> tuple[_Links, _Pairs]:
+    """What is copied one way: between updates and the holder's or the work buffer, and between that and the owner's."""
+    packing = plan.options.variant.packing
+    shapes = {index: plan.parameters[index].local_shape(plan.rank) for index in stage.parameters}
+    links = _links(group_copies(packing, stage.moves), work, shapes)
+    pairs: _Pairs = []
+    if way:
+        links += _links(group_copies(packing, way.held), buffers.holder(stage), shapes)
+        owner = buffers.owner(stage)
+        for group in group_copies(packing, way.owned):
+            pairs.append(([copy.place.of(work) for copy in group], [copy.packed.of(owner) for copy in group]))
+    if packing == "bucket":
+        links = _merge(links, plan.parameters)
+    return [(group, [link.view for link in group]) for group in links], pairs
 
 
 def _links(

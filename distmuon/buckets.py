@@ -69,7 +69,9 @@ def _chosen_buckets(parameters: Sequence[ParameterSpec], options: PlanOptions) -
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, spec in enumerate(parameters):
         axes = options.exchange_axes(spec)
-        kind: tuple[object, ...] = (spec.storage.mesh_shape, spec.storage.ranks, axes, spec.dtype) if axes and spec.storage else ()
+        kind: tuple[object, ...] = (
+            (spec.storage.mesh_shape, spec.storage.ranks, axes, spec.dtype) if axes and spec.storage else ()
+        )
         kinds.setdefault(kind, []).append(index)
     buckets: list[tuple[int, ...]] = []
     for kind, indices in kinds.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from itertools import chain
 from numbers import Real
@@ -110,6 +110,7 @@ class DistMuon(torch.optim.Optimizer):
             _options, buckets, variant, ns_dtype, ns_algorithm, max_batch_bytes, share_replicas, capturable
         )
         self._process_group = process_group
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._row_blocks = row_blocks
         self._plan: Plan | None = None
         #: Keys that groups were given.
@@ -199,7 +200,8 @@ class DistMuon(torch.optim.Optimizer):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
         self._plan = plan
         buffers = Buffers(plan, device)
-        exchanger = Exchanger(plan, _process_groups(plan, parameters, self._process_group), buffers, device)
+        self._find_groups(plan, parameters)
+        exchanger = Exchanger(plan, self._groups, buffers, device)
         self._runner = StepRunner(plan, buffers, exchanger)
 
     def _specs(self) -> tuple[ParameterSpec, ...]:
@@ -230,6 +232,19 @@ class DistMuon(torch.optim.Optimizer):
         if duplicate:
             raise ValueError(f"two parameters are named {duplicate!r}: patterns and plans need distinct names")
         return tuple(specs)
+
+    def _find_groups(self, plan: Plan, parameters: list[Tensor]) -> None:
+        """The process group of each exchange, from the mesh of a parameter that takes part in it."""
+        for spec, parameter in zip(plan.parameters, parameters, strict=True):
+            axes = plan.options.exchange_axes(spec)
+            if not axes or spec.storage is None:
+                continue
+            ranks = tuple(sorted(spec.storage.group(plan.rank, axes)))
+            if ranks not in self._groups:
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                group = _group_of_axes(mesh, axes, ranks) if mesh else self._process_group
+                assert group is not None
+                self._groups[ranks] = group
 
     def _local(self, name: str, parameter: Tensor, settings: Settings) -> LocalParameter:
         gradient = parameter.grad
@@ -333,10 +348,7 @@ def _storage(parameter: Tensor, group: dist.ProcessGroup | None) -> Storage | No
 
 def _claims(specs: Sequence[ParameterSpec], settings: Sequence[Settings], options: PlanOptions) -> Claims:
     """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
-    common = [
-        ("the buckets", repr(options.buckets)),
-        ("variant, ns_dtype, ns_algorithm, max_batch_bytes or share_replicas", repr(replace(options, buckets=None))),
-    ]
+    common = [(option.name, repr(getattr(options, option.name))) for option in fields(options)]
     claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
     for spec in specs:
         if spec.storage:
@@ -362,33 +374,13 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _process_groups(
-    plan: Plan, parameters: list[Tensor], group: dist.ProcessGroup | None
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """The process group of each exchange, from the mesh of a parameter that takes part in it; ``group`` is that of
-    plain ones.
-    """
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for spec, parameter in zip(plan.parameters, parameters, strict=True):
-        axes = plan.options.exchange_axes(spec)
-        if not axes or spec.storage is None:
-            continue
-        ranks = tuple(sorted(spec.storage.group(plan.rank, axes)))
-        if ranks not in groups:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            found = _group_of_axes(mesh, axes, ranks) if mesh else group
-            assert found is not None
-            groups[ranks] = found
-    return groups
-
-
 def _group_of_axes(mesh: DeviceMesh, axes: tuple[int, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of ``ranks``, which are those along ``axes``."""
     if len(axes) == 1:
         return mesh.get_group(axes[0])
-    if mesh.ndim == len(axes):
-        return mesh._flatten().get_group()
-    if names := mesh.mesh_dim_names:  # which a mesh keeps, so that the next optimizer finds it
-        return mesh[tuple(names[axis] for axis in axes)]._flatten().get_group()
+    if names := mesh.mesh_dim_names:  # a mesh keeps what it flattens, so that the next optimizer finds it
+        part = mesh if len(axes) == mesh.ndim else mesh[tuple(names[axis] for axis in axes)]
+        return part._flatten().get_group()
     made = dist.new_group(list(ranks), use_local_synchronization=True)
     assert made is not None
     return made

@@ -62,7 +62,7 @@ class Plan:
             of the GEMM cost of matrices brought together (see :meth:`distmuon.schedule.Exchange.imbalance`; 1 without
             any), and ``buffer_bytes``: updates, work buffer and packed buffers. ``replicas`` says whether replicas
             share the bucket's matrices, "shared", "repeated" or "none" there; ``gemm_flops_otherwise`` and
-            ``sent_bytes_otherwise`` are what the bucket would cost this rank the other way round.
+            ``sent_bytes_otherwise`` are what the bucket, by itself, would cost this rank the other way round.
         """
         rows: list[dict[str, object]] = []
         for rank in self.ranks() if ranks is None else ranks:

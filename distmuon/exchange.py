@@ -1,4 +1,7 @@
-"""The exchange: packed all-to-alls between the holders of regions and the owners of matrices."""
+"""The exchange: packed all-to-alls between the holders of regions and the owners of matrices.
+
+One that fails, as a rank died, stopped or came too late, says on which rank, in which bucket and on which way.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class Exchanger:
         self._holders: dict[str, _Side] = {}
         self._owners: dict[str, _Side] = {}
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._work: dict[str, dist.Work] = {}
+        self._work: dict[str, tuple[str, dist.Work]] = {}
         for stage in plan.stages:
             if exchange := stage.exchange:
                 self._holders[stage.name] = _Side(buffers.holder(stage), list(exchange.send_splits))
@@ -47,28 +50,51 @@ class Exchanger:
                 self._groups[stage.name] = groups[exchange.ranks]
         for group in dict.fromkeys(self._groups.values()):
             token = torch.zeros(group.size(), device=device)
-            dist.all_to_all_single(torch.empty_like(token), token, group=group)
+            try:
+                dist.all_to_all_single(torch.empty_like(token), token, group=group)
+            except RuntimeError as error:
+                raise _failure("the first all_to_all, which opens connections,", group, error) from error
 
     def send(self, stage: Stage) -> None:
         """Start bringing regions to their owners."""
-        self._start(stage, self._holders[stage.name], self._owners[stage.name])
+        self._start(stage, "out", self._holders[stage.name], self._owners[stage.name])
 
     def send_back(self, stage: Stage) -> None:
         """Start bringing results back to the holders."""
-        self._start(stage, self._owners[stage.name], self._holders[stage.name])
+        self._start(stage, "back", self._owners[stage.name], self._holders[stage.name])
 
     def wait(self, stage: Stage) -> None:
         """Wait for the exchange of this stage that was started last; on a GPU the stream waits, not the host."""
-        with phase("wait", stage.name):
-            self._work.pop(stage.name).wait()
+        way, work = self._work.pop(stage.name)
+        try:
+            with phase("wait", stage.name):
+                work.wait()
+        except RuntimeError as error:
+            raise self._failure(stage, way, error) from error
 
-    def _start(self, stage: Stage, source: _Side, target: _Side) -> None:
-        with phase("all_to_all", stage.name):
-            self._work[stage.name] = dist.all_to_all_single(
-                target.buffer,
-                source.buffer,
-                target.splits,
-                source.splits,
-                group=self._groups[stage.name],
-                async_op=True,
-            )
+    def _start(self, stage: Stage, way: str, source: _Side, target: _Side) -> None:
+        try:
+            with phase("all_to_all", stage.name):
+                work = dist.all_to_all_single(
+                    target.buffer,
+                    source.buffer,
+                    target.splits,
+                    source.splits,
+                    group=self._groups[stage.name],
+                    async_op=True,
+                )
+        except RuntimeError as error:
+            raise self._failure(stage, way, error) from error
+        self._work[stage.name] = way, work
+
+    def _failure(self, stage: Stage, way: str, error: RuntimeError) -> RuntimeError:
+        return _failure(f"the all_to_all of bucket {stage.name!r}, on its way {way},", self._groups[stage.name], error)
+
+
+def _failure(what: str, group: dist.ProcessGroup, error: RuntimeError) -> RuntimeError:
+    """What to raise instead, so that it says where it happened."""
+    ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+    return RuntimeError(
+        f"on rank {dist.get_rank()} {what} among ranks {ranks} failed: one of them died, stopped, or raised alone "
+        f"({str(error).splitlines()[0]})"
+    )

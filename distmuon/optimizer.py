@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,16 @@ from distmuon.agreement import agree, host_group
 from distmuon.buckets import Patterns
 from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
-from distmuon.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
+from distmuon.gradients import GradientAgreement, GradientPolicy, checked_gradient
+from distmuon.matrices import RowBlocks, matrix_rows, refuse_unmatched
 from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients, coefficients_by_step
 from distmuon.placement import ParameterSpec, Storage
 from distmuon.plan import Plan, PlanOptions, plan_step
+from distmuon.state import loading, named
 from distmuon.step import LocalParameter, Settings, StepRunner
 from distmuon.variants import Variant, get_variant
 
 ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
-NS_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class DistMuon(torch.optim.Optimizer):
@@ -55,6 +56,13 @@ class DistMuon(torch.optim.Optimizer):
         ns_algorithm: arithmetic of Newton-Schulz, "standard", "copy_free" or "gram"; see
             :mod:`distmuon.newton_schulz`. Only "standard" has the bits of ``torch.optim.Muon``.
         ns_dtype: of Newton-Schulz, bfloat16 or float32.
+        momentum_dtype: of the momentum and of what is orthogonalised; None: the parameter's.
+        scale_free: normalise so that gradients from 1e-30 to 1e30 give the same update. ``eps`` matters no more.
+        missing_gradients: "error": a rank without a gradient raises before it joins any exchange. "skip": a parameter
+            without one on all its ranks is left alone, and one with it on some is an error on every rank; one small
+            collective a step, on the CPU, agrees.
+        non_finite: what becomes of infinite and NaN gradients. "carry": they spread over their matrices. "skip": no
+            rank takes the step, and ``skipped_steps`` counts it; "error": every rank raises. These agree likewise.
         max_batch_bytes: what one Newton-Schulz batch of several parameters may hold: stack, scratch, fp32 staging.
         capturable: from the second step on a step makes no storage and reads nothing to the host, so that a CUDA graph
             can hold it. ``lr`` must be a tensor then, on the parameters' device; change it in place.
@@ -83,13 +91,29 @@ class DistMuon(torch.optim.Optimizer):
         variant: str | Variant = "fused",
         ns_algorithm: str = "standard",
         ns_dtype: torch.dtype = torch.bfloat16,
+        momentum_dtype: torch.dtype | None = None,
+        scale_free: bool = False,
+        missing_gradients: str = "error",
+        non_finite: str = "carry",
         max_batch_bytes: int = MAX_BATCH_BYTES,
         capturable: bool = False,
     ) -> None:
         # Made where an error is agreed with the other ranks.
-        self._make_options = partial(_options, buckets, variant, ns_dtype, ns_algorithm, max_batch_bytes, capturable)
+        self._make_options = partial(
+            _options,
+            variant,
+            buckets=buckets,
+            ns_dtype=ns_dtype,
+            ns_algorithm=ns_algorithm,
+            max_batch_bytes=max_batch_bytes,
+            capturable=capturable,
+            momentum_dtype=momentum_dtype,
+            scale_free=scale_free,
+        )
+        self._make_policy = partial(GradientPolicy, missing_gradients, non_finite, capturable)
         self._row_blocks = row_blocks
         self._plan: Plan | None = None
+        self.skipped_steps = 0
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -127,70 +151,109 @@ class DistMuon(torch.optim.Optimizer):
             What ``closure`` returned.
 
         Raises:
-            ValueError: a parameter has no gradient, or one that is placed or typed unlike the parameter; raised before
-                this rank joins any exchange.
+            ValueError: a parameter has no gradient, or one that is placed or typed unlike the parameter, or the ranks
+                agreed that gradients are missing or not finite; raised before this rank joins any exchange.
+            RuntimeError: an exchange failed; names rank and bucket.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        tensors = []
-        for number, group in enumerate(self.param_groups):
-            settings = _settings(group, self._options)
-            for name, parameter in _named(number, group):
-                tensors.append(self._local(name, parameter, settings))
+        tensors: list[LocalParameter] = []
+        error: ValueError | None = None
+        try:
+            for number, group in enumerate(self.param_groups):
+                settings = _settings(group, self._options)
+                for name, parameter in named(number, group):
+                    tensors.append(self._local(name, parameter, settings))
+        except ValueError as found:
+            error = found
+        if self._agreement is None:
+            if error:
+                raise error
+        elif not self._agreement.take_step([local.gradient for local in tensors], error):
+            self.skipped_steps += 1
+            return loss
         self._runner.run(tensors)
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what was saved, also by ``torch.optim.Muon``.
+
+        Parameters are matched by name where both sides have names, else by position. A parameter without momentum in
+        ``state_dict`` gets zeros; but if it is frozen it keeps what it has, since ``torch.distributed.checkpoint``
+        leaves frozen parameters out. Momenta are loaded in place and keep their dtype, and ``row_blocks`` are not
+        loaded, only compared: they say what the matrices are.
+
+        Raises:
+            ValueError: it is of other parameters, shapes, matrices or of another optimizer; nothing was loaded.
+        """
+        with loading(self):
+            super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("_make_options", "_make_policy", "_row_blocks", "skipped_steps")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of a copy, which plans anew: copying is collective, as construction is."""
+        super().__setstate__(state)
+        if "_plan" not in self.__dict__:
+            self._set_up()
 
     def _set_up(self) -> None:
         """Check, agree with the other ranks, plan, and reserve state and buffers."""
         error: Exception | None = None
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        meshes = [p.device_mesh for p in parameters if isinstance(p, DTensor)]
+        distributed = any(isinstance(parameter, DTensor) for parameter in parameters)
+        group = host_group() if distributed else None
         specs: tuple[ParameterSpec, ...] = ()
-        plan: Plan | None = None
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
             self._options = self._make_options()
+            self._policy = self._make_policy()
             device = _one_device(self.param_groups)
             specs = self._specs()
             plan = plan_step(specs, rank, self._options)
-        except (ValueError, TypeError) as found:
+            for parameter, spec in zip(parameters, specs, strict=True):
+                if "momentum_buffer" not in self.state[parameter]:
+                    momentum = torch.zeros_like(parameter, dtype=spec.dtype, requires_grad=False)
+                    self.state[parameter]["momentum_buffer"] = momentum
+            buffers = Buffers(plan, device)
+        except (ValueError, TypeError, RuntimeError) as found:  # RuntimeError: out of memory
             error = found
-        if meshes:
-            agree({} if error else self._claims(specs), error, host_group())
+        if group is not None:
+            agree({} if error else self._claims(specs), error, group)
         elif error:
             raise error
-        assert plan is not None
-        for parameter in parameters:
-            if "momentum_buffer" not in self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
         self._plan = plan
-        buffers = Buffers(plan, device)
         exchanger = Exchanger(plan, _process_groups(plan, parameters), buffers, device)
         self._runner = StepRunner(plan, buffers, exchanger)
+        self._agreement = GradientAgreement(self._policy, specs, rank, group) if self._policy.needs_agreement else None
 
     def _specs(self) -> tuple[ParameterSpec, ...]:
         """Describe every parameter, checking it and the settings of its group."""
         specs: list[ParameterSpec] = []
-        names = [name for number, group in enumerate(self.param_groups) for name, _ in _named(number, group)]
+        names = [name for number, group in enumerate(self.param_groups) for name, _ in named(number, group)]
         refuse_unmatched("row_blocks", self._row_blocks or (), names)
         for number, group in enumerate(self.param_groups):
             _settings(group, self._options)
             blocks = group["row_blocks"]
             if blocks and self._row_blocks and dict(blocks) != dict(self._row_blocks):
                 raise ValueError(f"row_blocks is {self._row_blocks!r}, but a group carries {blocks!r}: give it once")
+            blocks = group["row_blocks"] = dict(blocks or self._row_blocks or {}) or None
             refuse_unmatched("row_blocks", blocks or (), names)
-            for name, parameter in _named(number, group):
+            for name, parameter in named(number, group):
                 if not parameter.is_floating_point() or parameter.dtype == torch.float16:
                     raise TypeError(
                         f"parameter {name!r} is {parameter.dtype}: give bfloat16, float32 or float64 matrices"
                     )
                 shape = tuple(parameter.shape)
-                rows = matrix_rows(name, shape, blocks or self._row_blocks)
+                rows = matrix_rows(name, shape, blocks)
                 try:
                     storage = _storage(parameter)
-                    specs.append(ParameterSpec(name, shape, parameter.dtype, rows, storage, number))
+                    dtype = self._options.momentum_dtype or parameter.dtype
+                    specs.append(ParameterSpec(name, shape, dtype, rows, storage, number))
                 except ValueError as refused:
                     raise ValueError(f"parameter {name!r}: {refused}") from None
         duplicate = next((name for index, name in enumerate(names) if name in names[:index]), None)
@@ -202,58 +265,29 @@ class DistMuon(torch.optim.Optimizer):
         """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
         settings = [_settings(group, self._options) for group in self.param_groups for _ in group["params"]]
         common = [
-            ("the buckets", repr(self._options.buckets)),
-            ("variant, ns_dtype, ns_algorithm or max_batch_bytes", repr(replace(self._options, buckets=None))),
+            (f"the option {field.name}", repr(getattr(self._options, field.name))) for field in fields(PlanOptions)
         ]
         claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
         for spec, own in zip(specs, settings, strict=True):
             if spec.storage:
                 items = claims.setdefault(spec.storage.ranks, list(common))
                 items.append((f"parameter {len(items) - len(common)} there", f"{spec}, {own}"))
+        claims.setdefault(tuple(range(dist.get_world_size())), []).insert(
+            0, ("missing_gradients or non_finite", repr(self._policy))
+        )
         return claims
 
     def _local(self, name: str, parameter: Tensor, settings: Settings) -> LocalParameter:
-        gradient = parameter.grad
-        if gradient is None:
-            raise ValueError(
-                f"parameter {name!r} has no gradient on this rank: each step needs one on every rank. Leave it "
-                "out of DistMuon, or give it a zero gradient"
-            )
-        if isinstance(parameter, DTensor) and (
-            not isinstance(gradient, DTensor) or gradient.placements != parameter.placements
-        ):
-            placed = gradient.placements if isinstance(gradient, DTensor) else "a plain tensor"
-            raise ValueError(f"parameter {name!r} is placed {parameter.placements}, but its gradient {placed}")
-        if gradient.is_sparse:
-            raise ValueError(f"parameter {name!r} has a sparse gradient: Muon needs a dense one")
         momentum = self.state[parameter]["momentum_buffer"]
-        if gradient.dtype != momentum.dtype:
-            raise ValueError(f"parameter {name!r} has a gradient of {gradient.dtype}, but momentum of {momentum.dtype}")
-        return LocalParameter(_plain(parameter), _plain(gradient), _plain(momentum), settings)
+        # Without a dtype of its own the momentum has the gradient's, so that nothing is cast.
+        dtype = momentum.dtype if self._options.momentum_dtype is None else None
+        gradient = checked_gradient(name, parameter, dtype, self._policy)
+        local = None if gradient is None else _plain(gradient)
+        return LocalParameter(_plain(parameter), local, _plain(momentum), settings)
 
 
-def _options(
-    buckets: Patterns | None,
-    variant: str | Variant,
-    ns_dtype: torch.dtype,
-    ns_algorithm: str,
-    max_batch_bytes: int,
-    capturable: bool,
-) -> PlanOptions:
-    """The options of the plan, checked.
-
-    Raises:
-        ValueError: an unknown name, or a number out of range.
-    """
-    if ns_dtype not in NS_DTYPES:
-        raise ValueError(f"ns_dtype is {ns_dtype}: choose torch.bfloat16 or torch.float32")
-    return PlanOptions(buckets, get_variant(variant), ns_dtype, ns_algorithm, max_batch_bytes, capturable)
-
-
-def _named(number: int, group: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Names and parameters of group ``number``; unnamed ones are numbered."""
-    names = group.get("param_names") or [f"group{number}.{index}" for index in range(len(group["params"]))]
-    return [(clean_name(name), parameter) for name, parameter in zip(names, group["params"], strict=True)]
+def _options(variant: str | Variant, **options: Any) -> PlanOptions:
+    return PlanOptions(variant=get_variant(variant), **options)
 
 
 def _settings(group: dict[str, Any], options: PlanOptions) -> Settings:
@@ -292,7 +326,7 @@ def _storage(parameter: Tensor) -> Storage | None:
 def _one_device(groups: list[dict[str, Any]]) -> torch.device:
     devices: dict[torch.device, str] = {}
     for number, group in enumerate(groups):
-        for name, parameter in _named(number, group):
+        for name, parameter in named(number, group):
             devices.setdefault(_plain(parameter).device, name)
     if len(devices) > 1:
         shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())

@@ -25,6 +25,9 @@ from distmuon.places import Place, flat, rectangle
 from distmuon.schedule import Batch, Copy, Exchange, Piece, Stage
 from distmuon.variants import Variant
 
+NS_DTYPES = (torch.bfloat16, torch.float32)
+MOMENTUM_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -36,11 +39,17 @@ class PlanOptions:
     ns_algorithm: str = "standard"
     max_batch_bytes: int = MAX_BATCH_BYTES
     capturable: bool = False
+    momentum_dtype: torch.dtype | None = None
+    scale_free: bool = False
 
     def __post_init__(self) -> None:
         if self.capturable and self.variant.elementwise != "bucket":
             raise ValueError("capturable=True needs a variant with elementwise='bucket', as 'fused' is")
         choose("ns_algorithm", self.ns_algorithm, NS_ALGORITHMS)
+        if self.ns_dtype not in NS_DTYPES:
+            raise ValueError(f"ns_dtype is {self.ns_dtype}: choose torch.bfloat16 or torch.float32")
+        if self.momentum_dtype not in MOMENTUM_DTYPES:
+            raise ValueError(f"momentum_dtype is {self.momentum_dtype}: choose one of {MOMENTUM_DTYPES}")
         if self.max_batch_bytes <= 0:
             raise ValueError(f"max_batch_bytes is {self.max_batch_bytes}: give a positive number of bytes")
 

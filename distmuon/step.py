@@ -11,7 +11,7 @@ stages without an exchange that follow it have computed, so they fill the wait f
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,10 +51,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """The local tensors of a parameter, as they are stored, and its settings."""
+    """The local tensors of a parameter, as they are stored, and its settings.
+
+    Without a gradient it is left alone, as on all ranks that share it; zeros take the place of its update.
+    """
 
     parameter: Tensor
-    gradient: Tensor
+    gradient: Tensor | None
     momentum: Tensor
     settings: Settings
 
@@ -158,8 +161,12 @@ class _StageRunner:
     def begin(self, tensors: Sequence[LocalParameter]) -> None:
         """Momentum, Nesterov update, pack, start the exchange."""
         with phase("momentum", self._stage.name):
-            for indices in self._together:
+            for indices in self._present(tensors):
                 self._begin_updates(indices, [tensors[index] for index in indices])
+            for index in self._specs:
+                if tensors[index].gradient is None:
+                    zeros = torch.zeros_like(tensors[index].momentum, memory_format=torch.contiguous_format)
+                    self._updates[index] = self._sources[index] = zeros
         with phase("pack", self._stage.name):
             for group in self._outward:
                 copy_group_(self._packing, [link.view for link in group], [link.of(self._sources) for link in group])
@@ -199,32 +206,44 @@ class _StageRunner:
         self._sources.clear()
         self._updates.clear()
 
+    def _present(self, tensors: Sequence[LocalParameter]) -> Iterator[list[int]]:
+        """What is handled together, as far as it has gradients."""
+        for indices in self._together:
+            if present := [index for index in indices if tensors[index].gradient is not None]:
+                yield present
+
     def _begin_updates(self, indices: Sequence[int], local: Sequence[LocalParameter]) -> None:
         """Momentum, and what is to be orthogonalised: contiguous, and never the momentum itself changed."""
         settings = local[0].settings
-        momenta, gradients = [each.momentum for each in local], [each.gradient for each in local]
-        elementwise.lerp_(self._fused, momenta, gradients, 1 - settings.momentum)
-        if self._options.capturable:
-            updates = [
-                self._static("update", index, gradient) for index, gradient in zip(indices, gradients, strict=True)
-            ]
-            if settings.nesterov:
+        momenta = [each.momentum for each in local]
+        gradients = [each.gradient for each in local if each.gradient is not None]
+        cast = any(momentum.dtype != gradient.dtype for momentum, gradient in zip(momenta, gradients, strict=True))
+        updates = None
+        if self._options.capturable or cast:
+            updates = [self._static("update", index, like) for index, like in zip(indices, momenta, strict=True)]
+            if cast or settings.nesterov:
                 torch._foreach_copy_(updates, gradients)
-                elementwise.lerp_(self._fused, updates, momenta, settings.momentum)
+                gradients = updates
+        elementwise.lerp_(self._fused, momenta, gradients, 1 - settings.momentum)
+        if settings.nesterov and gradients is updates:
+            elementwise.lerp_(self._fused, updates, momenta, settings.momentum)
         elif settings.nesterov:
             mixed = elementwise.lerp(self._fused, gradients, momenta, settings.momentum)
             updates = [tensor.contiguous() for tensor in mixed]
-        else:
-            updates = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in momenta]
+        elif updates is None:
+            updates = [self._static("update", index, like) for index, like in zip(indices, momenta, strict=True)]
         sources = updates if settings.nesterov else [tensor.contiguous() for tensor in momenta]
         self._updates |= zip(indices, updates, strict=True)
         self._sources |= zip(indices, sources, strict=True)
 
     def _static(self, what: str, key: Hashable, like: Tensor) -> Tensor:
-        """A contiguous tensor like another one, made once."""
-        if (what, key) not in self._kept:
-            self._kept[what, key] = torch.empty_like(like, memory_format=torch.contiguous_format)
-        return self._kept[what, key]
+        """A contiguous tensor like another one; made once, if a step must make no storage."""
+        if (what, key) in self._kept:
+            return self._kept[what, key]
+        made = torch.empty_like(like, memory_format=torch.contiguous_format)
+        if self._options.capturable:
+            self._kept[what, key] = made
+        return made
 
     def _times(self, what: str, key: Hashable, lr: float | Tensor, factor: float) -> float | Tensor:
         """``factor lr``; of a tensor a tensor, which is made once."""
@@ -252,6 +271,7 @@ class _StageRunner:
             eps=settings.eps,
             ns_dtype=self._options.ns_dtype,
             ns_algorithm=self._options.ns_algorithm,
+            scale_free=self._options.scale_free,
             counting=self._counting,
             max_bytes=self._options.max_batch_bytes,
             scratch=self._scratch,
@@ -259,7 +279,7 @@ class _StageRunner:
 
     def _apply(self, tensors: Sequence[LocalParameter]) -> None:
         """Weight decay and update; pieces of one learning rate are handled together."""
-        for indices in self._together:
+        for indices in self._present(tensors):
             settings = tensors[indices[0]].settings
             parameters = [tensors[index].parameter for index in indices]
             decay = self._times("decay", indices[0], settings.lr, -settings.weight_decay)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -28,6 +29,7 @@ def orthogonalize_(
     eps: float = 1e-7,
     ns_dtype: torch.dtype = torch.bfloat16,
     ns_algorithm: str = "standard",
+    scale_free: bool = False,
     counting: Tensor | None = None,
     max_bytes: int = MAX_BATCH_BYTES,
     scratch: Scratch = FRESH,
@@ -44,6 +46,8 @@ def orthogonalize_(
         eps: lower bound of the norm that divides the input.
         ns_dtype: of norm, products and iterates; where it is bfloat16, "gram" iterates in float16.
         ns_algorithm: one of :data:`~distmuon.newton_schulz.NS_ALGORITHMS`.
+        scale_free: divide each matrix by a power of two first, so that its norm neither overflows nor comes near
+            ``eps``: the bits are the same wherever they did not before.
         counting: 0, 1, 2, ... on the device, at least as many as the short side has, from which identities are made;
             None for a tensor of its own.
         max_bytes: within which identities are made for several steps at once.
@@ -61,6 +65,7 @@ def orthogonalize_(
                 eps=eps,
                 ns_dtype=ns_dtype,
                 ns_algorithm=ns_algorithm,
+                scale_free=scale_free,
                 counting=counting,
                 max_bytes=max_bytes,
                 scratch=scratch,
@@ -71,6 +76,8 @@ def orthogonalize_(
     if not in_place:  # with another out a copy even if nothing is cast: the division must not reach the momentum
         x = scratch.empty("input", matrices, matrices.shape, ns_dtype).copy_(matrices)
     out = matrices if out is None else out
+    if scale_free:
+        _divide_by_power_of_two_(x, scratch)
     # Over the stored orientation, so that a matrix and its place in a batch are summed in the same order.
     norm = scratch("norm", x, torch.linalg.vector_norm, x.flatten(1) if batched else x, dim=1 if batched else None)
     norm = norm.clamp_(min=eps).view(-1, 1, 1) if batched else norm.clamp_(min=eps)
@@ -99,3 +106,12 @@ def orthogonalize_(
         if ns_dtype not in (dtype, out.dtype):  # rounded to that, too, wherever it goes
             result = scratch.empty("rounded", result, result.shape, ns_dtype).copy_(result)
         wide_out.copy_(result)
+
+
+def _divide_by_power_of_two_(x: Tensor, scratch: Scratch) -> None:
+    """Divide each matrix, exactly, by the power of two that its largest element lies just above; zeros stay zeros."""
+    dims = (-2, -1)
+    largest = scratch("largest", x, torch.linalg.vector_norm, x, math.inf, dims, keepdim=True, dtype=torch.float32)
+    largest.clamp_(min=torch.finfo(torch.float32).tiny)
+    largest.view(torch.int32).bitwise_and_(0x7F800000)  # the exponent alone, without sign and fraction
+    x.div_(largest)

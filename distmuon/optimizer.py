@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -271,7 +271,9 @@ class DistMuon(torch.optim.Optimizer):
         for spec, own in zip(specs, settings, strict=True):
             if spec.storage:
                 items = claims.setdefault(spec.storage.ranks, list(common))
-                items.append((f"parameter {len(items) - len(common)} there", f"{spec}, {own}"))
+                items.append(
+                    (f"parameter {len(items) - len(common)} there", f"{spec}, {replace(own, lr=float(own.lr))}")
+                )
         claims.setdefault(tuple(range(dist.get_world_size())), []).insert(
             0, ("missing_gradients or non_finite", repr(self._policy))
         )
@@ -302,10 +304,11 @@ def _settings(group: dict[str, Any], options: PlanOptions) -> Settings:
     if options.capturable and not isinstance(lr, Tensor):
         raise ValueError(f"capturable=True reads no number on the host: lr is {lr}, give a tensor")
     if isinstance(lr, Tensor):
-        lr = lr.view(()) if options.capturable else lr.item()
+        # Not read to a number: what it is multiplied with is rounded to its dtype then, as torch.optim.Muon does.
+        lr = lr.view(()) if options.capturable else lr.detach().cpu().view(())
     values = {field.name: group[field.name] for field in fields(Settings)} | {"lr": lr}
     for name in ("lr", "weight_decay", "momentum", "eps"):
-        if not isinstance(values[name], Tensor) and not values[name] >= 0.0:
+        if not (options.capturable and name == "lr") and not values[name] >= 0.0:
             raise ValueError(f"{name} is {values[name]}: it can't be negative")
     if values["adjust_lr_fn"] not in ADJUST_LR_FNS:
         raise ValueError(f"adjust_lr_fn is {values['adjust_lr_fn']!r}: choose one of {ADJUST_LR_FNS}")

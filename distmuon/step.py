@@ -246,9 +246,10 @@ class _StageRunner:
         return made
 
     def _times(self, what: str, key: Hashable, lr: float | Tensor, factor: float) -> float | Tensor:
-        """``factor lr``; of a tensor a tensor, which is made once."""
-        if not isinstance(lr, Tensor):
-            return lr * factor
+        """``factor lr``; where nothing may be read to the host a tensor, which is made once."""
+        if not self._options.capturable:
+            return float(lr * factor)
+        assert isinstance(lr, Tensor)
         return torch.mul(lr, factor, out=self._static(what, key, lr))
 
     def _orthogonalize_ready(self, tensors: Sequence[LocalParameter]) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distmuon.agreement import collective_failure
 from distmuon.buffers import Buffers
 from distmuon.plan import Plan
 from distmuon.ranges import phase
@@ -53,7 +54,7 @@ class Exchanger:
             try:
                 dist.all_to_all_single(torch.empty_like(token), token, group=group)
             except RuntimeError as error:
-                raise _failure("the first all_to_all, which opens connections,", group, error) from error
+                raise collective_failure("the first all_to_all, which opens connections,", group, error) from error
 
     def send(self, stage: Stage) -> None:
         """Start bringing regions to their owners."""
@@ -88,13 +89,5 @@ class Exchanger:
         self._work[stage.name] = way, work
 
     def _failure(self, stage: Stage, way: str, error: RuntimeError) -> RuntimeError:
-        return _failure(f"the all_to_all of bucket {stage.name!r}, on its way {way},", self._groups[stage.name], error)
-
-
-def _failure(what: str, group: dist.ProcessGroup, error: RuntimeError) -> RuntimeError:
-    """What to raise instead, so that it says where it happened."""
-    ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
-    return RuntimeError(
-        f"on rank {dist.get_rank()} {what} among ranks {ranks} failed: one of them died, stopped, or raised alone "
-        f"({str(error).splitlines()[0]})"
-    )
+        what = f"the all_to_all of bucket {stage.name!r}, on its way {way},"
+        return collective_failure(what, self._groups[stage.name], error)

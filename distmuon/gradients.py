@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distmuon.agreement import collective_failure, gather
 from distmuon.names import choose
 from distmuon.placement import ParameterSpec
 
@@ -103,7 +104,7 @@ class GradientAgreement:
         by_mesh: dict[tuple[int, ...], list[str]] = {}  # on a thousand ranks it matters that each mesh is sent once
         for ranks, name in self._mine:
             by_mesh.setdefault(ranks, []).append(name)
-        everyone = self._gather(by_mesh)
+        everyone = gather("says who has which gradients", by_mesh, group)
         self._keys = sorted({(ranks, name) for meshes in everyone for ranks, names in meshes.items() for name in names})
         self._index = {key: index for index, key in enumerate(self._keys)}
 
@@ -128,7 +129,10 @@ class GradientAgreement:
                 counts[offset + self._index[key]] = 1
         counts[-1] = error is not None
         if self._group is not None:
-            dist.all_reduce(counts, group=self._group)
+            try:
+                dist.all_reduce(counts, group=self._group)
+            except RuntimeError as failed:
+                raise collective_failure("the all_reduce that agrees on gradients", self._group, failed) from failed
         absent, not_finite, errors = counts.split([len(self._keys), len(self._keys), 1])
         uneven = any(0 < count < len(ranks) for count, (ranks, _) in zip(absent.tolist(), self._keys, strict=True))
         any_bad = bool(not_finite.any())
@@ -150,7 +154,8 @@ class GradientAgreement:
         return missing, [key for key, is_finite in zip(filled, finite, strict=True) if not is_finite]
 
     def _raise(self, missing: list[_Key], bad: list[_Key], error: Exception | None) -> None:
-        everything = self._gather((missing, bad, error and f"{type(error).__name__}: {error}"))
+        message = error and f"{type(error).__name__}: {error}"
+        everything = gather("finds which gradients are at fault", (missing, bad, message), self._group)
         if error:
             raise error
         for rank, (_, _, message) in enumerate(everything):
@@ -170,13 +175,6 @@ class GradientAgreement:
                 found.setdefault(name, []).append(rank if self._group else self._rank)
         shown = ", ".join(f"{name!r} on {_ranks(ranks)}" for name, ranks in found.items())
         raise ValueError(f"gradients are not finite: {shown}. Nothing was updated")
-
-    def _gather(self, value: object) -> list:
-        if self._group is None:
-            return [value]
-        gathered: list = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -44,16 +44,16 @@ class Buffers:
     def holder(self, stage: Stage) -> Tensor:
         """The packed buffer on the holder's side: sent on the way out, received on the way back."""
         assert stage.exchange is not None
-        return self._view(_key("holder", stage, self._slots), stage.exchange.send_numel, stage.exchange.dtype)
+        return self._view(_key("holder", stage, self._slots), stage.exchange.holder_bytes, stage.exchange.dtype)
 
     def owner(self, stage: Stage) -> Tensor:
         """The packed buffer on the owner's side: received on the way out, sent on the way back."""
         assert stage.exchange is not None
-        return self._view(_key("owner", stage, self._slots), stage.exchange.receive_numel, stage.exchange.dtype)
+        return self._view(_key("owner", stage, self._slots), stage.exchange.owner_bytes, stage.exchange.dtype)
 
     def work(self, stage: Stage) -> Tensor:
         """The work buffer."""
-        return self._view(_key("work", stage, self._slots), stage.work_numel, stage.work_dtype)
+        return self._view(_key("work", stage, self._slots), stage.work_bytes, stage.work_dtype)
 
     def _reserve(self, key: Key, size: int, plan: Plan, device: torch.device) -> Tensor:
         try:
@@ -65,8 +65,8 @@ class Buffers:
                 f"({str(error).splitlines()[0]})"
             ) from error
 
-    def _view(self, key: Key, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._bytes[key][: numel * dtype.itemsize].view(dtype)
+    def _view(self, key: Key, size: int, dtype: torch.dtype) -> Tensor:
+        return self._bytes[key][:size].view(dtype)
 
 
 def buffer_bytes(plan: Plan) -> dict[Key, int]:
@@ -112,8 +112,8 @@ def _needs(stage: Stage, slots: Mapping[str, int]) -> dict[Key, int]:
     """Bytes that one stage needs of each buffer."""
     needs = {_key("work", stage, slots): stage.work_bytes}
     if exchange := stage.exchange:
-        needs[_key("holder", stage, slots)] = exchange.send_numel * exchange.dtype.itemsize
-        needs[_key("owner", stage, slots)] = exchange.receive_numel * exchange.dtype.itemsize
+        needs[_key("holder", stage, slots)] = exchange.holder_bytes
+        needs[_key("owner", stage, slots)] = exchange.owner_bytes
     return needs
 
 

@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from distmuon.agreement import agree, host_group
-from distmuon.buckets import Patterns
 from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
 from distmuon.gradients import GradientAgreement, GradientPolicy, checked_gradient
 from distmuon.matrices import RowBlocks, matrix_rows, refuse_unmatched
 from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients, coefficients_by_step
+from distmuon.options import Patterns, PlanOptions
 from distmuon.placement import ParameterSpec, Storage
-from distmuon.plan import Plan, PlanOptions, plan_step
+from distmuon.plan import Plan, plan_step
 from distmuon.state import loading, named
 from distmuon.step import LocalParameter, Settings, StepRunner
 from distmuon.variants import Variant, get_variant
@@ -64,6 +64,10 @@ class DistMuon(torch.optim.Optimizer):
         non_finite: what becomes of infinite and NaN gradients. "carry": they spread over their matrices. "skip": no
             rank takes the step, and ``skipped_steps`` counts it; "error": every rank raises. These agree likewise.
         max_batch_bytes: what one Newton-Schulz batch of several parameters may hold: stack, scratch, fp32 staging.
+        share_replicas: whether the replicas of a matrix (``Replicate`` axes, as HSDP has them) split the work, each
+            matrix orthogonalised once over all of them, or repeat it. None: they share unless that sends more bytes
+            than the FLOPs it saves are worth, see :meth:`distmuon.options.PlanOptions.shares`.
+        process_group: ranks that hold the same plain tensors (DDP), to share their work; None: each does all of it.
         capturable: from the second step on a step makes no storage and reads nothing to the host, so that a CUDA graph
             can hold it. ``lr`` must be a tensor then, on the parameters' device; change it in place.
 
@@ -96,6 +100,8 @@ class DistMuon(torch.optim.Optimizer):
         missing_gradients: str = "error",
         non_finite: str = "carry",
         max_batch_bytes: int = MAX_BATCH_BYTES,
+        share_replicas: bool | None = None,
+        process_group: dist.ProcessGroup | None = None,
         capturable: bool = False,
     ) -> None:
         # Made where an error is agreed with the other ranks.
@@ -105,12 +111,15 @@ class DistMuon(torch.optim.Optimizer):
             buckets=buckets,
             ns_dtype=ns_dtype,
             ns_algorithm=ns_algorithm,
-            max_batch_bytes=max_batch_bytes,
-            capturable=capturable,
             momentum_dtype=momentum_dtype,
             scale_free=scale_free,
+            max_batch_bytes=max_batch_bytes,
+            share_replicas=share_replicas,
+            capturable=capturable,
         )
         self._make_policy = partial(GradientPolicy, missing_gradients, non_finite, capturable)
+        self._process_group = process_group
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._row_blocks = row_blocks
         self._plan: Plan | None = None
         self.skipped_steps = 0
@@ -192,6 +201,8 @@ class DistMuon(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._process_group is not None:
+            raise TypeError("a process_group can't be copied: construct DistMuon anew and load a state_dict into it")
         names = ("_make_options", "_make_policy", "_row_blocks", "skipped_steps")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
@@ -199,14 +210,15 @@ class DistMuon(torch.optim.Optimizer):
         """Also of a copy, which plans anew: copying is collective, as construction is."""
         super().__setstate__(state)
         if "_plan" not in self.__dict__:
+            self._process_group, self._groups = None, {}
             self._set_up()
 
     def _set_up(self) -> None:
         """Check, agree with the other ranks, plan, and reserve state and buffers."""
         error: Exception | None = None
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        distributed = any(isinstance(parameter, DTensor) for parameter in parameters)
-        group = host_group() if distributed else None
+        together = self._process_group is not None or any(isinstance(parameter, DTensor) for parameter in parameters)
+        group = host_group() if together else None
         specs: tuple[ParameterSpec, ...] = ()
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
@@ -227,7 +239,8 @@ class DistMuon(torch.optim.Optimizer):
         elif error:
             raise error
         self._plan = plan
-        exchanger = Exchanger(plan, _process_groups(plan, parameters), buffers, device)
+        self._find_groups(plan, parameters)
+        exchanger = Exchanger(plan, self._groups, buffers, device)
         self._runner = StepRunner(plan, buffers, exchanger)
         self._agreement = GradientAgreement(self._policy, specs, rank, group) if self._policy.needs_agreement else None
 
@@ -251,7 +264,7 @@ class DistMuon(torch.optim.Optimizer):
                 shape = tuple(parameter.shape)
                 rows = matrix_rows(name, shape, blocks)
                 try:
-                    storage = _storage(parameter)
+                    storage = _storage(parameter, self._process_group)
                     dtype = self._options.momentum_dtype or parameter.dtype
                     specs.append(ParameterSpec(name, shape, dtype, rows, storage, number))
                 except ValueError as refused:
@@ -264,9 +277,7 @@ class DistMuon(torch.optim.Optimizer):
     def _claims(self, specs: tuple[ParameterSpec, ...]) -> dict[tuple[int, ...], list[tuple[str, str]]]:
         """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
         settings = [_settings(group, self._options) for group in self.param_groups for _ in group["params"]]
-        common = [
-            (f"the option {field.name}", repr(getattr(self._options, field.name))) for field in fields(PlanOptions)
-        ]
+        common = [(option.name, repr(getattr(self._options, option.name))) for option in fields(self._options)]
         claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
         for spec, own in zip(specs, settings, strict=True):
             if spec.storage:
@@ -278,6 +289,19 @@ class DistMuon(torch.optim.Optimizer):
             0, ("missing_gradients or non_finite", repr(self._policy))
         )
         return claims
+
+    def _find_groups(self, plan: Plan, parameters: list[Tensor]) -> None:
+        """The process group of each exchange, from the mesh of a parameter that takes part in it."""
+        for spec, parameter in zip(plan.parameters, parameters, strict=True):
+            axes = plan.options.exchange_axes(spec)
+            if not axes or spec.storage is None:
+                continue
+            ranks = tuple(sorted(spec.storage.group(plan.rank, axes)))
+            if ranks not in self._groups:
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                group = _group_of_axes(mesh, axes, ranks) if mesh else self._process_group
+                assert group is not None
+                self._groups[ranks] = group
 
     def _local(self, name: str, parameter: Tensor, settings: Settings) -> LocalParameter:
         momentum = self.state[parameter]["momentum_buffer"]
@@ -319,9 +343,11 @@ def _settings(group: dict[str, Any], options: PlanOptions) -> Settings:
     return Settings(**values)
 
 
-def _storage(parameter: Tensor) -> Storage | None:
+def _storage(parameter: Tensor, group: dist.ProcessGroup | None) -> Storage | None:
+    """Where a parameter lies; a plain one is a replica on every rank of ``group``, if there is one."""
     if not isinstance(parameter, DTensor):
-        return None
+        ranks = dist.get_process_group_ranks(group) if group else ()
+        return Storage((len(ranks),), tuple(ranks), (Replicate(),)) if ranks else None
     mesh = parameter.device_mesh
     return Storage(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(parameter.placements))
 
@@ -342,23 +368,13 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _process_groups(plan: Plan, parameters: list[Tensor]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """The process group of each exchange, from the mesh of a parameter that takes part in it."""
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for spec, parameter in zip(plan.parameters, parameters, strict=True):
-        axes = spec.exchange_axes()
-        if axes and spec.storage and isinstance(parameter, DTensor):
-            ranks = spec.storage.subgroup(plan.rank, axes)
-            if ranks not in groups:
-                groups[ranks] = _group_of_axes(parameter.device_mesh, axes)
-    return groups
-
-
-def _group_of_axes(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
+def _group_of_axes(mesh: DeviceMesh, axes: tuple[int, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of ``ranks``, which are those along ``axes``."""
     if len(axes) == 1:
         return mesh.get_group(axes[0])
-    if mesh.ndim == len(axes):
-        return mesh._flatten().get_group()
-    names = mesh.mesh_dim_names
-    assert names is not None
-    return mesh[tuple(names[axis] for axis in axes)]._flatten().get_group()
+    if names := mesh.mesh_dim_names:  # a mesh keeps what it flattens, so that the next optimizer finds it
+        part = mesh if len(axes) == mesh.ndim else mesh[tuple(names[axis] for axis in axes)]
+        return part._flatten().get_group()
+    made = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert made is not None
+    return made

@@ -136,7 +136,7 @@ def given(rank: int, ranks: int, what: str) -> str:
     [
         ("order", ["parameter 0 there", "ranks 0, 1: 'a' of shape (12, 8)", "rank 2: 'c' of shape (12, 8)"]),
         ("settings", ["parameter 2 there", "momentum=0.9", "momentum=0.5"]),
-        ("buckets", ["the option buckets", "ranks 0, 1: [('a', 'b'), ('c',)]; rank 2: [('a',), ('b', 'c')]"]),
+        ("buckets", ["disagree on buckets", "ranks 0, 1: [('a', 'b'), ('c',)]; rank 2: [('a',), ('b', 'c')]"]),
     ],
 )
 def test_ranks_that_were_given_something_else_say_so(pool, what, said):

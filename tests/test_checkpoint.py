@@ -577,6 +577,16 @@ def test_a_copy_of_shards_goes_on_alike(pool):
     assert pool.run(2, copied_shards) == [[]] * 2
 
 
+def copied_replicas(rank: int, ranks: int) -> None:
+    optimizer = DistMuon([nn.Parameter(torch.eye(4))], process_group=dist.group.WORLD)
+    with pytest.raises(TypeError, match=r"process_group can't be copied: .* load a state_dict into it"):
+        copy.deepcopy(optimizer)
+
+
+def test_a_process_group_is_not_copied(pool):
+    pool.run(2, copied_replicas)
+
+
 def test_torch_save_and_load_keep_a_state_dict(tmp_path):
     parameters, optimizer = whole(row_blocks={"a": (2, 6)})
     steps(parameters, optimizer, range(2))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from muon_cases import Case, differing_on_rank, distmuon, place, values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -154,6 +155,35 @@ def absent_on_one_mesh(rank: int, ranks: int) -> tuple[str, list[str]]:
 
 def test_a_plain_parameter_is_its_ranks_own_affair(pool):
     assert pool.run(4, absent_on_one_mesh) == [["w"]] + [["w", "plain"]] * 3
+
+
+def replicas(rank: int, ranks: int, absent_on: list[int]) -> tuple[str, bool]:
+    """Plain tensors that are replicas, as DDP has them, share their work over a process group."""
+    parameter, always = nn.Parameter(torch.eye(24, 32)), nn.Parameter(torch.eye(24, 32))
+    optimizer = DistMuon(
+        [("w", parameter), ("always", always)],
+        process_group=dist.group.WORLD,
+        share_replicas=True,
+        missing_gradients="skip",
+    )
+    always.grad = torch.ones(24, 32)
+    if rank not in absent_on:
+        parameter.grad = torch.ones(24, 32)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        assert torch.equal(always, torch.eye(24, 32))
+        return str(error), torch.equal(parameter, torch.eye(24, 32))
+    assert not torch.equal(always, torch.eye(24, 32))
+    return "", torch.equal(parameter, torch.eye(24, 32))
+
+
+def test_replicas_agree_on_what_is_missing(pool):
+    assert pool.run(3, replicas, []) == [("", False)] * 3
+    assert pool.run(3, replicas, [0, 1, 2]) == [("", True)] * 3
+    for said, unchanged in pool.run(3, replicas, [1]):
+        assert said.startswith("parameter 'w' has a gradient on ranks 0, 2, but none on rank 1: ")
+        assert unchanged
 
 
 def test_without_a_process_group_it_skips_likewise():

@@ -1,0 +1,161 @@
+#!/usr/bin/env python
+"""Read PyTorch profiler traces, CUDA, ROCm or CPU: what a named range did, two traces side by side, ranks as one.
+
+    python scripts/read_trace.py trace.json.gz                                      # the ranges there are
+    python scripts/read_trace.py trace.json.gz --range 'Optimizer.step#NorMuon.step' --format json
+    python scripts/read_trace.py before.json.gz after.json.gz --compare --range 'ProfilerStep#*'
+    python scripts/read_trace.py runs/some-profile --merge merged.trace.json.gz     # for ui.perfetto.dev
+
+A range may be a pattern; 'outer > inner' is a range inside another, as in
+'distmuon.profile/fused/* > Optimizer.step#DistMuon.step'. A folder stands for the traces of its ranks.
+What a trace cannot tell is "n/a", in JSON null. Exit code: 0, or 2 for a mistake in the request or in a trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distmuon.commandline import Parser, one_of
+from distmuon.names import shorten
+from distmuon.profiling.merge import merge_traces
+from distmuon.profiling.ranks import RankTraces, missing_ranks, shown_ranks, trace_files
+from distmuon.profiling.trace import Trace
+from distmuon.profiling.tracefile import TraceError
+
+
+def main() -> int:
+    """Do what the command line asks for."""
+    arguments = parse_arguments()
+    try:
+        if arguments.merge:
+            merge(arguments)
+        elif arguments.compare:
+            compare(arguments)
+        else:
+            read(arguments)
+    except (TraceError, FileExistsError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = Parser(__doc__)
+    parser.add_argument("traces", nargs="+", type=Path, metavar="FILE", help="a trace, or a folder of ranks")
+    parser.add_argument("--range", metavar="NAME", help="default: list the ranges there are")
+    parser.add_argument("--compare", action="store_true", help="two traces, or two folders of ranks, side by side")
+    parser.add_argument("--merge", type=Path, metavar="FILE", help="write the ranks of a folder as one trace")
+    parser.add_argument("--partial", action="store_true", help="take a folder in which ranks are missing as it is")
+    parser.add_argument("--format", type=one_of("format", ("table", "json")), default="table")
+    arguments = parser.parse_args()
+    if arguments.compare and len(arguments.traces) != 2:
+        parser.error(f"--compare takes two traces or folders, not {len(arguments.traces)}")
+    if arguments.merge and (len(arguments.traces) != 1 or arguments.compare or arguments.range):
+        parser.error("--merge takes one folder, and neither --compare nor --range")
+    return arguments
+
+
+def read(arguments: argparse.Namespace) -> None:
+    """Show the ranges of each trace, or each occurrence of one of them."""
+    traces = [Trace(file) for path in arguments.traces for file in trace_files(path)]
+    if arguments.range:
+        found: list[dict[str, Any]] = [
+            {
+                "trace": trace.path.name,
+                "range": arguments.range,
+                "occurrences": [each.to_dict() for each in trace.occurrences(arguments.range)],
+            }
+            for trace in traces
+        ]
+        rows = "occurrences"
+    else:
+        found = [
+            {
+                "trace": trace.path.name,
+                "ranges": [{"range": name, "occurrences": count} for name, count in trace.range_names().items()],
+            }
+            for trace in traces
+        ]
+        rows = "ranges"
+    if arguments.format == "json":
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
+    else:
+        print("\n\n".join(f"{each['trace']}  {each.get('range', '')}\n{table(each[rows])}" for each in found))
+    note_what_is_missing(traces, arguments.range)
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Show two traces, or the ranks of two runs, side by side."""
+    from distmuon.profiling import comparison  # needs pandas, which reading does not
+
+    a, b = (RankTraces(path, partial=arguments.partial) for path in arguments.traces)
+    if arguments.range:
+        sides = [comparison.measure(run, arguments.range, label) for run, label in ((a, "A"), (b, "B"))]
+        frames = comparison.tables(comparison.Comparison(*sides))
+    else:
+        frames = {"ranges": comparison.ranges_table(a, b)}
+    found = {name: json.loads(frame.to_json(orient="records", double_precision=4)) for name, frame in frames.items()}
+    if arguments.format == "json":
+        question = {"a": str(a.path), "b": str(b.path), "range": arguments.range}
+        print(json.dumps(question | found, indent=1))
+    else:
+        print("\n\n".join(f"{name.upper()}\n{table(rows)}" for name, rows in found.items()))
+
+
+def merge(arguments: argparse.Namespace) -> None:
+    """Write one trace of all ranks."""
+    run = RankTraces(arguments.traces[0], partial=arguments.partial)
+    merge_traces(run, arguments.merge)
+    shown = shown_ranks([trace.rank or 0 for trace in run.traces])
+    print(f"{arguments.merge}: ranks {shown}, a process each; open it in ui.perfetto.dev", file=sys.stderr)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as aligned text: numbers to the right, "n/a" for what cannot be told."""
+    cells = [list(rows[0]), *([written(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    numeric = [not isinstance(value, str) for value in rows[0].values()]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in cells
+    )
+
+
+def written(value: Any) -> str:
+    """A value of a table as text."""
+    if value is None:
+        return "n/a"
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {name}" for name, count in value.items()) or "0"
+    return f"{value:.4f}" if isinstance(value, float) else shorten(str(value), 80)
+
+
+def note_what_is_missing(traces: Sequence[Trace], range_name: str | None) -> None:
+    """Say on standard error what the traces lack, and what is n/a for that reason."""
+    if len({trace.path.parent for trace in traces}) == 1 and len(traces) > 1:
+        try:
+            if missing := missing_ranks(traces):
+                print(f"note: ranks {shown_ranks(missing)} of this run are not among these traces", file=sys.stderr)
+        except TraceError as error:
+            print(f"note: {error}", file=sys.stderr)
+    for trace in traces if range_name else ():
+        for number, event in enumerate(trace.ranges(range_name), start=1):
+            if lost := trace.lost_in(event):
+                print(
+                    f"note: {trace.path.name}: the trace ends before {lost} kernels of occurrence {number} ran, so its "
+                    "device figures are n/a",
+                    file=sys.stderr,
+                )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

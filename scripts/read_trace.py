@@ -86,7 +86,7 @@ def read(arguments: argparse.Namespace) -> None:
     if arguments.format == "json":
         print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
     else:
-        print("\n\n".join(f"{each['trace']}  {each.get('range', '')}\n{table(each[rows])}" for each in found))
+        print("\n\n".join(f"{each['trace']}  {each.get('range', rows)}\n{table(each[rows])}" for each in found))
     note_what_is_missing(traces, arguments.range)
 
 
@@ -110,7 +110,10 @@ def compare(arguments: argparse.Namespace) -> None:
 
 def merge(arguments: argparse.Namespace) -> None:
     """Write one trace of all ranks."""
-    run = RankTraces(arguments.traces[0], partial=arguments.partial)
+    (folder,) = arguments.traces
+    if folder.is_file():
+        raise TraceError(f"--merge takes a folder of ranks, and {folder} is a file")
+    run = RankTraces(folder, partial=arguments.partial)
     merge_traces(run, arguments.merge)
     shown = shown_ranks([trace.rank or 0 for trace in run.traces])
     print(f"{arguments.merge}: ranks {shown}, a process each; open it in ui.perfetto.dev", file=sys.stderr)

@@ -307,7 +307,7 @@ def _side_by_side(found: Comparison, names: Iterable[str]) -> pd.DataFrame:
     for name in names:
         a, b = (side.occurrences[name].mean() if name in side.occurrences else math.nan for side in found.sides)
         share = b / a - 1 if a else math.nan
-        rows.append({"": name, found.a.label: a, found.b.label: b, "difference": b - a, "change": share})
+        rows.append({"figure": name, found.a.label: a, found.b.label: b, "difference": b - a, "change": share})
     return pd.DataFrame(rows)
 
 

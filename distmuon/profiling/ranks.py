@@ -81,9 +81,9 @@ class RankTraces:
             self.missing = missing_ranks(self.traces)
             self.traces.sort(key=lambda trace: trace.rank or 0)
             if self.missing and not partial:
+                missing = shown_ranks(self.missing)
                 raise TraceError(
-                    f"{self.path}: ranks are missing: {shown_ranks(self.missing)}; ask for a partial run to take "
-                    "those that are there"
+                    f"{self.path}: ranks are missing: {missing}; partial=True (--partial) takes the others"
                 )
         self.clock_shifts_us = _clock_shifts_us(self.traces)
 

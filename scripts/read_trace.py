@@ -35,7 +35,7 @@ def main() -> int:
         if arguments.merge:
             merge(arguments)
         elif arguments.compare:
-            compare(arguments)
+            show_side_by_side(arguments)
         else:
             read(arguments)
     except (TraceError, FileExistsError) as error:
@@ -90,19 +90,19 @@ def read(arguments: argparse.Namespace) -> None:
     note_what_is_missing(traces, arguments.range)
 
 
-def compare(arguments: argparse.Namespace) -> None:
+def show_side_by_side(arguments: argparse.Namespace) -> None:
     """Show two traces, or the ranks of two runs, side by side."""
-    from distmuon.profiling import comparison  # needs pandas, which reading does not
+    from distmuon.profiling import comparison_tables  # needs pandas, which reading does not
+    from distmuon.profiling.comparison import compare
 
-    a, b = (RankTraces(path, partial=arguments.partial) for path in arguments.traces)
     if arguments.range:
-        sides = [comparison.measure(run, arguments.range, label) for run, label in ((a, "A"), (b, "B"))]
-        frames = comparison.tables(comparison.Comparison(*sides))
+        frames = comparison_tables.tables(compare(*arguments.traces, arguments.range, partial=arguments.partial))
     else:
-        frames = {"ranges": comparison.ranges_table(a, b)}
+        runs = [RankTraces(path, partial=arguments.partial) for path in arguments.traces]
+        frames = {"ranges": comparison_tables.ranges_table(*runs)}
     found = {name: json.loads(frame.to_json(orient="records", double_precision=4)) for name, frame in frames.items()}
     if arguments.format == "json":
-        question = {"a": str(a.path), "b": str(b.path), "range": arguments.range}
+        question = {"a": str(arguments.traces[0]), "b": str(arguments.traces[1]), "range": arguments.range}
         print(json.dumps(question | found, indent=1))
     else:
         print("\n\n".join(f"{name.upper()}\n{table(rows)}" for name, rows in found.items()))

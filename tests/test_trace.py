@@ -89,14 +89,15 @@ def test_parts_of_real_spans_add_up_to_the_microsecond(ranks: Path) -> None:
     trace = Trace(ranks / "rank0.trace.json.gz")
     for step in trace.ranges("step"):
         parts = trace.host_parts_us(step)
-        assert sum(parts.values()) == pytest.approx(step.duration_us, abs=1e-3)
+        assert sum(parts.values()) == pytest.approx(step.duration_us, abs=0.01)
         assert min(parts.values()) >= 0 < parts["compute"]
         # Operators without those that they called fill the time in which any runs.
         working = parts["compute"] + parts["copies"]
-        assert sum(each.time_us for each in trace.host_work(step)) == pytest.approx(working, abs=1e-2)
-    exchanging = trace.ranges("outer/0 > step")[0]
-    assert trace.host_parts_us(exchanging)["exposed exchange"] > 0
-    assert [each.name for each in trace.exchanges_in(exchanging)] == ["gloo:all_to_all"]
+        assert sum(each.time_us for each in trace.host_work(step)) == pytest.approx(working, abs=0.1)
+    (exchanging,) = trace.ranges("outer/0 > step")
+    (exchange,) = trace.exchanges_in(exchanging)
+    assert exchange.name == "gloo:all_to_all"
+    assert trace.host_parts_us(exchanging)["exposed exchange"] <= exchange.duration_us
 
 
 def test_where_the_time_of_a_gpu_span_goes(tmp_path: Path) -> None:
@@ -110,10 +111,11 @@ def test_where_the_time_of_a_gpu_span_goes(tmp_path: Path) -> None:
 def test_operators_are_told_without_those_that_they_called(tmp_path: Path) -> None:
     names = [("aten::linear", 0, 10), ("aten::mm", 2, 3), ("aten::mm", 6, 2), ("aten::copy_", 10, 5)]
     operators = [event("cpu_op", *each) for each in names] + [event("cpu_op", "aten::mm", 3, 1, tid=2)]
-    trace = Trace(write(tmp_path, [event("user_annotation", "step", 0, 20), *operators]))
+    exchange = event("user_annotation", "gloo:all_to_all", 12, 5, tid=3)  # beside the copy for 3 us
+    trace = Trace(write(tmp_path, [event("user_annotation", "step", 0, 20), *operators, exchange]))
     (step,) = trace.ranges("step")
     assert trace.host_work(step) == [Work("aten::mm", 2, 5), Work("aten::linear", 1, 5), Work("aten::copy_", 1, 5)]
-    assert trace.host_parts_us(step) == {"copies": 5, "compute": 10, "exposed exchange": 0, "idle": 5}
+    assert trace.host_parts_us(step) == {"copies": 5, "compute": 10, "exposed exchange": 2, "idle": 3}
 
 
 def old_schema(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -240,7 +242,7 @@ def test_parts_of_the_gpu_spans_of_a_real_trace_add_up_to_the_microsecond() -> N
     for step in trace.ranges("Optimizer.step#*"):
         activity, parts = trace.launched_in(step), trace.device_parts_us(step)
         span_us = max(each.interval[1] for each in activity) - activity[0].start_us
-        assert sum(parts.values()) == pytest.approx(span_us, abs=1e-3)
+        assert sum(parts.values()) == pytest.approx(span_us, abs=0.01)
         assert min(parts.values()) >= 0
 
 

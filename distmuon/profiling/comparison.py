@@ -1,7 +1,7 @@
-"""Two traces, or the ranks of two runs, side by side: counts, spans, operators that came and went, and rank skew.
+"""Measure a range in two traces, or in those of the ranks of two runs, to be laid side by side.
 
-A side is measured first (:func:`measure`): every occurrence of a range on every rank. The tables then give means over
-ranks and occurrences. Figures that a trace cannot tell are NaN. Definitions:
+Every occurrence is measured on every rank; :mod:`distmuon.profiling.comparison_tables` gives means over them. Figures
+that a trace cannot tell are NaN. Definitions:
 
 - GPU span: from the first activity that the range launched to the end of the last. It is compute (kernels), copies
   (memcpys and memsets with no kernel beside them), exposed exchange (collectives with nothing beside them) and idle.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -30,11 +31,10 @@ PARTS = ("compute", "copies", "exposed exchange", "idle")
 #: Where work is done, and the span that it belongs to.
 SPANS = {"device": "GPU span", "host": "CPU span"}
 
-_COUNTS = ("memset", "kernels", "launches", "collectives", "host operators", "host copies")
-_COPIES = "memcpy "
+#: What the names of counts of copies begin with; their direction follows.
+COPIES = "memcpy "
 _OPTIMIZER = "Optimizer.step#"
 _PLACE = ["rank", "occurrence"]
-_ENOUGH = 3  # occurrences a side, for a time to count as longer when all of one side's are longer than the other's
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Measured:
 
     Attributes:
         label: what to call this side.
-        source: where the traces lie, and the range.
+        range_name: the range.
+        path: where the traces lie.
         occurrences: a row a rank and occurrence.
         work: a row a rank, occurrence, place ("device", "host") and name: ``calls`` and ``time_ms``.
         exchanges: a row a rank, occurrence and exchange: ``duration_ms``, of which ``waiting_ms``.
@@ -51,7 +52,8 @@ class Measured:
     """
 
     label: str
-    source: str
+    range_name: str
+    path: Path
     occurrences: pd.DataFrame
     work: pd.DataFrame
     exchanges: pd.DataFrame
@@ -82,6 +84,41 @@ class Comparison:
     def sides(self) -> tuple[Measured, Measured]:
         """Both, the first first."""
         return self.a, self.b
+
+
+def compare(
+    a: Path | str | None,
+    b: Path | str | None = None,
+    range_a: str | None = None,
+    range_b: str | None = None,
+    *,
+    labels: tuple[str, str] = ("A", "B"),
+    partial: bool = False,
+) -> Comparison:
+    """Measure both sides.
+
+    Args:
+        a: a trace, or a folder with those of a run's ranks.
+        b: the same, of what is compared with it; None for another range of ``a``.
+        range_a: a range's name or pattern (:meth:`distmuon.profiling.trace.Trace.ranges`); None for
+            :func:`common_range`.
+        range_b: the same for ``b``; None for that of ``a``.
+        labels: what to call the sides.
+        partial: take a folder in which ranks are missing as it is.
+
+    Raises:
+        TraceError: a file is not a trace, ranks are missing, or a range is.
+        ValueError: ``a`` is None, or the sides are the same.
+    """
+    if a is None:
+        raise ValueError("a is not given: name a trace, or a folder with the traces of a run's ranks")
+    first = RankTraces(a, partial=partial)
+    second = first if b is None else RankTraces(b, partial=partial)
+    range_a = range_a or common_range(first, second)
+    range_b = range_b or range_a
+    if b is None and range_a == range_b:
+        raise ValueError(f"range {range_a!r} of {a} would be compared with itself: name other traces, or another range")
+    return Comparison(measure(first, range_a, labels[0]), measure(second, range_b, labels[1]))
 
 
 def common_range(*runs: RankTraces) -> str:
@@ -129,132 +166,17 @@ def measure(run: RankTraces, range_name: str, label: str) -> Measured:
                 for index, each in enumerate(trace.exchanges_in(event))
             ]
     table = pd.DataFrame(occurrences)
-    for copies in [name for name in table if name.startswith(_COPIES)]:  # a direction that an occurrence lacks: none
+    for copies in [name for name in table if name.startswith(COPIES)]:  # a direction that an occurrence lacks: none
         table[copies] = table[copies].fillna(0.0).mask(table["kernels"].isna())
     return Measured(
         label,
-        f"{range_name} in {run.path}",
+        range_name,
+        run.path,
         table.astype({name: "float64" for name in table.columns.drop(["rank", "occurrence"])}),
         pd.DataFrame(work, columns=[*_PLACE, "where", "name", "calls", "time_ms"]),
         _with_waiting(pd.DataFrame(exchanges, columns=[*_PLACE, "exchange", "name", "duration_ms"]), len(run.traces)),
         run.has_device,
     )
-
-
-def sides_table(found: Comparison) -> pd.DataFrame:
-    """What is compared: a row a side."""
-    return pd.DataFrame(
-        {
-            "side": side.label,
-            "range and traces": side.source,
-            "ranks": side.ranks,
-            "occurrences": len(side.occurrences),
-            "device": "yes" if side.has_device else "n/a: none recorded",
-        }
-        for side in found.sides
-    )
-
-
-def counts_table(found: Comparison) -> pd.DataFrame:
-    """Copies by direction, launches, collectives and host operators: means over ranks and occurrences."""
-    copies = {name: None for side in found.sides for name in side.occurrences if name.startswith(_COPIES)}
-    return _side_by_side(found, [*(copies or ["memcpy"]), *_COUNTS])
-
-
-def spans_table(found: Comparison) -> pd.DataFrame:
-    """Spans and where their time goes, exchanges and how much of them is hidden: means over ranks and occurrences."""
-    rows = [span + part for span in SPANS.values() for part in (" (ms)", *(f": {part} (ms)" for part in PARTS))]
-    return _side_by_side(found, [*rows, "exchange (ms)", "overlap"])
-
-
-def work_table(found: Comparison) -> pd.DataFrame:
-    """Operators on the host, kernels and copies on the device: calls and time an occurrence, on each side.
-
-    The last column says what became of a row: "came", "went", "grew" or "shrank" (in calls), "longer" or "shorter"
-    (as often, but in all of three or more occurrences), "same", "n/a" (a side cannot tell). Rows that vanished are
-    kept. Largest change of time first.
-    """
-    a, b = (side.work.groupby(["where", "name"])[["calls", "time_ms"]].sum() for side in found.sides)
-    a, b = (sums / len(side.occurrences) for sums, side in zip((a, b), found.sides, strict=True))
-    names = a.index.union(b.index)
-    times = [_times_by_occurrence(side.work) for side in found.sides]
-    rows = []
-    for where, name in names:
-        known = [where == "host" or side.has_device for side in found.sides]
-        figures = [
-            sums.loc[(where, name)].tolist()
-            if (where, name) in sums.index
-            else [0.0, 0.0]
-            if can_tell
-            else [math.nan] * 2
-            for sums, can_tell in zip((a, b), known, strict=True)
-        ]
-        (calls_a, time_a), (calls_b, time_b) = figures
-        verdict = _verdict(calls_a, calls_b, *(values.get((where, name), []) for values in times))
-        rows.append((where, name, calls_a, calls_b, time_a, time_b, time_b - time_a, verdict))
-    labels = [side.label for side in found.sides]
-    columns = ["where", "name", *(f"calls, {label}" for label in labels), *(f"{label} (ms)" for label in labels)]
-    table = pd.DataFrame(rows, columns=[*columns, "change (ms)", "verdict"])
-    return table.sort_values("change (ms)", key=abs, ascending=False, ignore_index=True)
-
-
-def ranks_table(found: Comparison) -> pd.DataFrame:
-    """A row a side and rank: how long after the first rank it starts, its spans, its exchanges, its waiting in them.
-
-    NaN where there is no other rank, or no common clock, or where ranks differ in their occurrences or exchanges.
-    """
-    rows = []
-    for side in found.sides:
-        started = start_offsets_ms(side)
-        for rank, mine in side.occurrences.groupby("rank"):
-            exchanges = side.exchanges[side.exchanges["rank"] == rank]
-            rows.append(
-                {
-                    "side": side.label,
-                    "rank": rank,
-                    "starts after the first (ms)": started.get(rank, math.nan),
-                    "CPU span (ms)": mine["CPU span (ms)"].mean(),
-                    "GPU span (ms)": mine["GPU span (ms)"].mean(),
-                    "exchanges (ms)": exchanges["duration_ms"].sum() / len(mine),
-                    "of it waiting (ms)": exchanges["waiting_ms"].sum(skipna=False) / len(mine)
-                    if side.ranks > 1
-                    else math.nan,
-                }
-            )
-    return pd.DataFrame(rows)
-
-
-def start_offsets_ms(side: Measured) -> dict[int, float]:
-    """By rank, how long after the first rank it starts an occurrence, on average; empty where that cannot be told."""
-    counts = side.occurrences.groupby("rank").size()
-    if side.ranks < 2 or counts.nunique() > 1 or side.occurrences["start_us"].isna().any():
-        return {}
-    first = side.occurrences.groupby("occurrence")["start_us"].transform("min")
-    return ((side.occurrences["start_us"] - first) / 1e3).groupby(side.occurrences["rank"]).mean().to_dict()
-
-
-def ranges_table(a: RankTraces, b: RankTraces) -> pd.DataFrame:
-    """The ranges of two runs and how often each occurs on a rank."""
-    sides: list[dict[str, float]] = []
-    for run in (a, b):
-        counts: dict[str, float] = {}
-        for trace in run.traces:
-            for name, count in trace.range_names().items():
-                counts[name] = counts.get(name, 0.0) + count / len(run.traces)
-        sides.append(counts)
-    names = dict.fromkeys([*sides[0], *sides[1]])
-    return pd.DataFrame({"range": name, "A": sides[0].get(name, 0.0), "B": sides[1].get(name, 0.0)} for name in names)
-
-
-def tables(found: Comparison) -> dict[str, pd.DataFrame]:
-    """All tables, by what they hold."""
-    return {
-        "sides": sides_table(found),
-        "counts": counts_table(found),
-        "spans": spans_table(found),
-        "operators": work_table(found),
-        "ranks": ranks_table(found),
-    }
 
 
 def _occurrence(trace: Trace, event: Event) -> dict[str, float | None]:
@@ -276,7 +198,7 @@ def _occurrence(trace: Trace, event: Event) -> dict[str, float | None]:
         "host operators": len(operators),
         "host copies": _outermost(each for each in operators if each.name in HOST_COPIES),
         "exchange (ms)": exchange_us / 1e3,
-        "overlap": None if exposed_us is None or not exchange_us else 1 - exposed_us / exchange_us,
+        "overlap (%)": None if exposed_us is None or not exchange_us else 100 - 100 * exposed_us / exchange_us,
     }
     figures |= {f"memcpy {direction}": count for direction, count in (told.memcpy or {}).items()}
     for span, parts in ((SPANS["device"], device), (SPANS["host"], host)):
@@ -299,34 +221,3 @@ def _with_waiting(exchanges: pd.DataFrame, ranks: int) -> pd.DataFrame:
     alone = (same["rank"].transform("size") < ranks) | (same["name"].transform("nunique") > 1) | (ranks < 2)
     waiting = exchanges["duration_ms"] - same["duration_ms"].transform("min")
     return exchanges.assign(waiting_ms=waiting.mask(alone))
-
-
-def _side_by_side(found: Comparison, names: Iterable[str]) -> pd.DataFrame:
-    """A row a figure: its mean on each side, and the change as a difference and as a fraction."""
-    rows = []
-    for name in names:
-        a, b = (side.occurrences[name].mean() if name in side.occurrences else math.nan for side in found.sides)
-        share = b / a - 1 if a else math.nan
-        rows.append({"figure": name, found.a.label: a, found.b.label: b, "difference": b - a, "change": share})
-    return pd.DataFrame(rows)
-
-
-def _times_by_occurrence(work: pd.DataFrame) -> dict[tuple[str, str], list[float]]:
-    """The time of each kind of work in each occurrence, as a mean over ranks."""
-    means = work.groupby(["where", "name", "occurrence"])["time_ms"].mean()
-    return means.groupby(["where", "name"]).agg(list).to_dict()
-
-
-def _verdict(calls_a: float, calls_b: float, times_a: list[float], times_b: list[float]) -> str:
-    if math.isnan(calls_a + calls_b):
-        return "n/a"
-    if not calls_a or not calls_b:
-        return "came" if calls_b else "went"
-    if not math.isclose(calls_a, calls_b):
-        return "grew" if calls_b > calls_a else "shrank"
-    if min(len(times_a), len(times_b)) >= _ENOUGH:
-        if min(times_b) > max(times_a):
-            return "longer"
-        if max(times_b) < min(times_a):
-            return "shorter"
-    return "same"

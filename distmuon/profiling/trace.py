@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,7 @@ class Trace:
                 if event.get("ph") == "X" and event.get("cat") != "Trace":
                     self._add(event)
         self.annotations.sort(key=_by_start)
+        self._host_exchanges = [event for event in self.annotations if event.name.startswith(_HOST_EXCHANGE)]
         for operators in self._operators.values():
             operators.sort(key=_by_start)
         for launches in self._launches.values():
@@ -224,8 +226,7 @@ class Trace:
         names = self.range_names()
         outer, within, inner = name.rpartition(_WITHIN)
         if name not in names and within:
-            around = self.ranges(outer)
-            found = [event for event in self.ranges(inner) if any(each.contains(event) for each in around)]
+            found = _within(self.ranges(inner), self.ranges(outer))
             if not found:
                 raise TraceError(f"{self.path}: no range {inner!r} lies inside a range {outer!r}")
             return found
@@ -266,13 +267,9 @@ class Trace:
         """
         if self.has_device:
             return [activity for activity in self.launched_in(event) if activity.kind == "collective"]
-        return [
-            each
-            for each in self.annotations
-            if each.name.startswith(_HOST_EXCHANGE)
-            and each.pid == event.pid
-            and event.start_us <= each.start_us < event.end_us
-        ]
+        exchanges = self._host_exchanges
+        first, last = (bisect_left(exchanges, time, key=lambda each: each.start_us) for time in event.interval)
+        return [each for each in exchanges[first:last] if each.pid == event.pid]
 
     def occurrence(self, event: Event) -> Occurrence:
         """What one run of a range did."""
@@ -350,6 +347,20 @@ def _many_objects() -> Iterator[None]:
 
 def _by_start(event: Event) -> tuple[float, float]:
     return event.start_us, -event.duration_us
+
+
+def _within(inner: list[Event], outer: list[Event]) -> list[Event]:
+    """Those of ``inner`` that lie inside one of ``outer``; both in order of start."""
+    by_thread: dict[Thread, list[Event]] = {}
+    for event in outer:
+        by_thread.setdefault(event.thread, []).append(event)
+    latest = {thread: list(accumulate((each.end_us for each in of), max)) for thread, of in by_thread.items()}
+    found = []
+    for event in inner:
+        before = bisect_right(by_thread.get(event.thread, []), event.start_us, key=lambda each: each.start_us)
+        if before and latest[event.thread][before - 1] >= event.end_us:
+            found.append(event)
+    return found
 
 
 def _direction(name: str) -> str:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from distmuon.profiling.comparison import PARTS, SPANS
+from distmuon.profiling.comparison_tables import short_name
 from distmuon.profiling.style import INK, VARIANTS, axes
 
 _PART_COLOURS = dict(zip(PARTS, ("#0072B2", "#E69F00", "#009E73", "#E5E5E5"), strict=True))

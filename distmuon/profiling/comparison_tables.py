@@ -215,7 +215,7 @@ def counts_finding(found: Comparison) -> str:
     parts = [f"an occurrence makes {', '.join(changed)}"] if changed else []
     parts += [f"as many {', '.join(equal)} on both sides"] if equal else []
     parts += [f"n/a: {', '.join(unknown)}"] if unknown else []
-    return _sentence("; ".join(parts) + ".")
+    return _sentence("; ".join(parts))
 
 
 def work_finding(found: Comparison) -> str:
@@ -243,21 +243,25 @@ def skew_finding(found: Comparison) -> str:
             told.append(f"in {side.label} {' and '.join(parts)}")
         else:
             told.append(f"rank skew of {side.label} is n/a" + (", it has one rank" if side.ranks == 1 else ""))
-    return _sentence("; ".join(told) + ".")
+    return _sentence("; ".join(told))
 
 
 def conclusion(found: Comparison) -> str:
     """The paragraph that a reader should take away."""
-    sizes = [f"{side.ranks} x {len(side.occurrences) / side.ranks:g}" for side in found.sides]
-    start = (
-        f"{found.b.label} against {found.a.label}, means over {' and '.join(dict.fromkeys(sizes))} ranks x occurrences."
+    sizes = dict.fromkeys(
+        f"{len(side.occurrences) / side.ranks:g} occurrences on {side.ranks} rank{'s' if side.ranks > 1 else ''}"
+        for side in found.sides
     )
+    start = f"{found.b.label} against {found.a.label}, means over {' and '.join(sizes)}"
     sentences = [_sentence(start), spans_finding(found), counts_finding(found)]
     overlaps = [_mean(side, "overlap (%)") for side in found.sides]
     if not math.isnan(sum(overlaps)):
         shares = [f"{share:.0f}% in {side.label}" for share, side in zip(overlaps, found.sides, strict=True)]
         sentences.append(f"Of the exchanges' time, {' and '.join(shares)} is hidden behind other work.")
-    return " ".join([*sentences, work_finding(found), skew_finding(found)])
+    sentences.append(work_finding(found))
+    if any(side.ranks > 1 for side in found.sides):
+        sentences.append(skew_finding(found))
+    return " ".join(sentences)
 
 
 def _change(found: Comparison, name: str) -> str:

@@ -212,8 +212,7 @@ def test_figures_show_what_the_tables_say(found: Comparison) -> None:
 
 def test_long_names_of_kernels_keep_what_tells_them_apart() -> None:
     name = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >(int, float*)"
-    assert tables.short_name(name).startswith("vectorized_elementwise_kernel<4")
-    assert tables.short_name(name).endswith("CUDAFunctor_add<float> >"[-14:])
+    assert tables.short_name(name) == "vectorized_elementwise_kernel<4…tor_add<float> >"
     assert tables.short_name("aten::mm") == "aten::mm"
 
 

@@ -8,10 +8,9 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from distmuon.matrices import gemm_cost, refuse_unmatched
-from distmuon.owners import shapes_together
+from distmuon.options import PlanOptions
+from distmuon.owners import BATCH_COST, even
 from distmuon.placement import ParameterSpec
-
-Patterns = Sequence[Sequence[str]]
 
 #: Without patterns, the parameters that exchange are cut into about this many buckets a group, so that exchange and
 #: compute overlap, of no less than MIN_BYTES each.
@@ -19,10 +18,10 @@ AUTO_BUCKETS = 4
 MIN_BYTES = 1 << 20
 #: Parameters that exchange nothing are handled in buckets of about this, as their updates are all held at once.
 WHOLE_BYTES = 64 << 20
-#: By shape there are two buckets a group, more only to keep each below this.
-MAX_BYTES = 256 << 20
-#: Up to so many shapes every way to halve them is tried.
-TRY_ALL = 10
+#: By shape there are two buckets a group, more only to keep what each rank holds of one below this.
+MAX_RANK_BYTES = 64 << 20
+#: Every way to halve the shapes is tried if that means no more than so many matrices to find owners for.
+TRY_ALL = 50_000
 
 
 class Bucket(NamedTuple):
@@ -32,22 +31,21 @@ class Bucket(NamedTuple):
     parameters: tuple[int, ...]
 
 
-def make_buckets(
-    parameters: Sequence[ParameterSpec], patterns: Patterns | None = None, *, by_shape: bool = False
-) -> tuple[Bucket, ...]:
+def make_buckets(parameters: Sequence[ParameterSpec], options: PlanOptions) -> tuple[Bucket, ...]:
     """Put each parameter into one bucket.
 
     Args:
         parameters: in the order of the optimizer.
-        patterns: for each bucket its name patterns (``fnmatchcase``); the first bucket that matches takes a parameter.
-            None: chosen by group of ranks, then by size.
-        by_shape: choose so that equal shapes share a bucket, instead of consecutive parameters.
+        options: ``buckets`` are the name patterns of each (``fnmatchcase``); the first bucket that matches takes a
+            parameter. None: chosen by group of ranks, then by size, or if matrices are batched by shape so that equal
+            shapes share a bucket.
 
     Raises:
         ValueError: a pattern matches nothing, or a parameter is in no bucket; both are named.
     """
+    patterns = options.buckets
     if patterns is None:
-        return _chosen_buckets(parameters, by_shape)
+        return _chosen_buckets(parameters, options)
     for bucket in patterns:
         if isinstance(bucket, str):
             raise ValueError(f"buckets is a list of tuples of patterns; {bucket!r} stands where a tuple is expected")
@@ -67,17 +65,22 @@ def make_buckets(
     )
 
 
-def _chosen_buckets(parameters: Sequence[ParameterSpec], by_shape: bool) -> tuple[Bucket, ...]:
+def _chosen_buckets(parameters: Sequence[ParameterSpec], options: PlanOptions) -> tuple[Bucket, ...]:
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, spec in enumerate(parameters):
-        axes = spec.exchange_axes()
-        kinds.setdefault((axes, spec.storage, spec.dtype) if axes else (), []).append(index)
+        axes = options.exchange_axes(spec)
+        kind: tuple[object, ...] = (
+            (spec.storage.mesh_shape, spec.storage.ranks, axes, spec.dtype) if axes and spec.storage else ()
+        )
+        kinds.setdefault(kind, []).append(index)
     buckets: list[tuple[int, ...]] = []
     for kind, indices in kinds.items():
         if not kind:
             buckets += _runs(parameters, indices, WHOLE_BYTES)
+        elif options.by_shape:
+            buckets += _by_shape(parameters, indices, options)
         else:
-            buckets += (_by_shape if by_shape else _by_size)(parameters, indices)
+            buckets += _by_size(parameters, indices)
     buckets.sort()
     return tuple(
         Bucket(_name(number, [parameters[index].name for index in members]), members)
@@ -106,34 +109,75 @@ def _runs(parameters: Sequence[ParameterSpec], indices: Sequence[int], limit: fl
     return [*buckets, tuple(members)]
 
 
-def _by_shape(parameters: Sequence[ParameterSpec], indices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Whole shapes together where they fit, in two buckets or as many as keep each below MAX_BYTES.
+def _by_shape(
+    parameters: Sequence[ParameterSpec], indices: Sequence[int], options: PlanOptions
+) -> list[tuple[int, ...]]:
+    """Whole shapes together where they fit, in two buckets or as many as keep each below MAX_RANK_BYTES a rank.
 
     Two buckets overlap: the second's way out with the first's work, the first's way back with the second's. More would
     only take shapes apart.
     """
+    ranks = _ranks(parameters[indices[0]], options)
     total = sum(parameters[index].bytes for index in indices)
-    count = max(2, -(-total // MAX_BYTES))
-    limit = total / count
-    blocks: list[list[int]] = []
     by_shape: dict[object, list[int]] = {}
     for index in indices:
-        by_shape.setdefault(tuple(sorted(parameters[index].shapes())), []).append(index)
+        by_shape.setdefault(tuple(sorted(parameters[index].shapes)), []).append(index)
+    if total > 2 * MAX_RANK_BYTES * ranks:
+        return _in_rounds(parameters, list(by_shape.values()), ranks, options)
+    blocks: list[list[int]] = []
     for members in by_shape.values():
-        parts = max(1, round(sum(parameters[index].bytes for index in members) / limit))
+        parts = max(1, round(2 * sum(parameters[index].bytes for index in members) / total))
         size = -(-len(members) // parts)
         blocks += [members[start : start + size] for start in range(0, len(members), size)]
-    if count == 2 and 1 < len(blocks) <= TRY_ALL:
-        return _best_halves(parameters, blocks)
+    matrices = sum(_group_matrices(parameters[index], options) for index in indices)
+    if len(blocks) > 1 and matrices << len(blocks) <= TRY_ALL:
+        return _best_halves(parameters, blocks, ranks)
     blocks.sort(key=lambda block: -sum(parameters[index].bytes for index in block))
-    buckets: list[list[int]] = [[] for _ in range(min(count, len(blocks)))]
+    buckets: list[list[int]] = [[] for _ in range(min(2, len(blocks)))]
     for block in blocks:
         min(buckets, key=lambda bucket: sum(parameters[index].bytes for index in bucket)).extend(block)
     return [tuple(sorted(bucket)) for bucket in buckets]
 
 
-def _best_halves(parameters: Sequence[ParameterSpec], blocks: Sequence[list[int]]) -> list[tuple[int, ...]]:
-    """The two halves, neither of less than a quarter of the bytes, whose owners orthogonalise in the fewest batches."""
+def _in_rounds(
+    parameters: Sequence[ParameterSpec], shapes: Sequence[list[int]], ranks: int, options: PlanOptions
+) -> list[tuple[int, ...]]:
+    """Buckets in which every rank has as many matrices of a shape as any other, so that none waits for another.
+
+    What is left of each shape shares the last bucket, with enough of smaller shapes that its mean is no less than its
+    largest matrix, as long as there are any.
+    """
+    limit = MAX_RANK_BYTES * ranks
+    units: list[list[int]] = []  # the fewest parameters that give every rank as many matrices
+    left: list[int] = []
+    for members in sorted(shapes, key=lambda members: -_largest(parameters[members[0]])):
+        matrices = max(1, _group_matrices(parameters[members[0]], options))
+        unit = ranks // math.gcd(ranks, matrices)
+        full = len(members) - len(members) % unit
+        units += [members[start : start + unit] for start in range(0, full, unit)]
+        left += members[full:]
+    while left and units:
+        largest = max(_largest(parameters[index]) for index in left)
+        cost = sum(_group_cost(parameters[index], options) for index in left)
+        smaller = [unit for unit in units if _largest(parameters[unit[0]]) < largest]
+        if cost >= largest * ranks or not smaller:
+            break
+        units.remove(smaller[0])
+        left += smaller[0]
+    joined: list[list[int]] = []
+    filled = 0
+    for members in units:
+        size = sum(parameters[index].bytes for index in members)
+        if not joined or filled + size > limit:
+            joined.append([])
+            filled = 0
+        joined[-1] += members
+        filled += size
+    return [tuple(sorted(bucket)) for bucket in (*joined, left) if bucket]
+
+
+def _best_halves(parameters: Sequence[ParameterSpec], blocks: Sequence[list[int]], ranks: int) -> list[tuple[int, ...]]:
+    """The two halves, neither of less than a quarter of the bytes, whose owners are done first."""
     sizes = [sum(parameters[index].bytes for index in block) for block in blocks]
     best: tuple[tuple[float, ...], list[tuple[int, ...]]] | None = None
     for choice in range(1, 2 ** (len(blocks) - 1)):
@@ -143,22 +187,47 @@ def _best_halves(parameters: Sequence[ParameterSpec], blocks: Sequence[list[int]
             tuple(sorted(i for number, block in enumerate(blocks) if (number in second) == half for i in block))
             for half in (False, True)
         ]
-        batches = sum(_batches(parameters, half) for half in halves)
-        score = (min(share, 1 - share) < 1 / 4, batches, abs(share - 1 / 2))
+        score = (
+            min(share, 1 - share) < 1 / 4,
+            sum(_time(parameters, half, ranks) for half in halves),
+            abs(share - 1 / 2),
+        )
         if best is None or score < best[0]:
             best = (score, halves)
     assert best is not None
     return best[1]
 
 
-def _batches(parameters: Sequence[ParameterSpec], indices: Sequence[int]) -> int:
-    """How many batches of one shape the owners of these parameters' cut matrices would have."""
-    first = parameters[indices[0]]
-    assert first.storage is not None
-    ranks = math.prod(first.storage.mesh_shape[axis] for axis in first.exchange_axes())
-    shapes = [shape for index in indices for shape, count in parameters[index].shapes().items() for _ in range(count)]
-    owners = shapes_together([gemm_cost(*shape[:2]) for shape in shapes], shapes, (), [0] * ranks)
-    return len(set(zip(owners, shapes, strict=True)))
+def _time(parameters: Sequence[ParameterSpec], indices: Sequence[int], ranks: int) -> float:
+    """How long the owners of these parameters' matrices take, in GEMM cost: the busiest, and batches on average."""
+    shapes = [shape for index in indices for shape, count in parameters[index].shapes.items() for _ in range(count)]
+    loads = [0] * ranks
+    owners = even([gemm_cost(*shape[:2]) for shape in shapes], shapes, loads)
+    return max(loads) + BATCH_COST * len(set(zip(owners, shapes, strict=True))) / ranks
+
+
+def _ranks(spec: ParameterSpec, options: PlanOptions) -> int:
+    """Ranks of the group that exchanges a parameter's matrices."""
+    assert spec.storage is not None
+    return math.prod(spec.storage.mesh_shape[axis] for axis in options.exchange_axes(spec))
+
+
+def _group_matrices(spec: ParameterSpec, options: PlanOptions) -> int:
+    """How many of its matrices one group exchanges."""
+    assert spec.storage is not None
+    apart = set(range(len(spec.storage.mesh_shape))).difference(options.exchange_axes(spec), spec.replica_axes)
+    return sum(spec.shapes.values()) // math.prod(spec.storage.mesh_shape[axis] for axis in apart)
+
+
+def _group_cost(spec: ParameterSpec, options: PlanOptions) -> float:
+    """GEMM cost of the matrices of a parameter that one group exchanges."""
+    cost = sum(gemm_cost(*shape[:2]) * matrices for shape, matrices in spec.shapes.items())
+    return cost * _group_matrices(spec, options) / sum(spec.shapes.values())
+
+
+def _largest(spec: ParameterSpec) -> int:
+    """GEMM cost of its largest matrix."""
+    return max(gemm_cost(*shape[:2]) for shape in spec.shapes)
 
 
 def _name(number: int, patterns: Sequence[str]) -> str:

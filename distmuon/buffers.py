@@ -44,19 +44,19 @@ class Buffers:
     def holder(self, stage: Stage) -> Tensor:
         """The packed buffer on the holder's side: sent on the way out, received on the way back."""
         assert stage.exchange is not None
-        return self._view(_key("holder", stage, self._slots), stage.exchange.send_numel, stage.exchange.dtype)
+        return self._view(_key("holder", stage, self._slots), stage.exchange.holder_bytes, stage.exchange.dtype)
 
     def owner(self, stage: Stage) -> Tensor:
         """The packed buffer on the owner's side: received on the way out, sent on the way back."""
         assert stage.exchange is not None
-        return self._view(_key("owner", stage, self._slots), stage.exchange.receive_numel, stage.exchange.dtype)
+        return self._view(_key("owner", stage, self._slots), stage.exchange.owner_bytes, stage.exchange.dtype)
 
     def work(self, stage: Stage) -> Tensor:
         """The work buffer."""
-        return self._view(_key("work", stage, self._slots), stage.work_numel, stage.work_dtype)
+        return self._view(_key("work", stage, self._slots), stage.work_bytes, stage.work_dtype)
 
-    def _view(self, key: Key, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._bytes[key][: numel * dtype.itemsize].view(dtype)
+    def _view(self, key: Key, size: int, dtype: torch.dtype) -> Tensor:
+        return self._bytes[key][:size].view(dtype)
 
 
 def buffer_bytes(plan: Plan) -> dict[Key, int]:
@@ -66,8 +66,8 @@ def buffer_bytes(plan: Plan) -> dict[Key, int]:
     for stage in plan.stages:
         needs = {_key("work", stage, slots): stage.work_bytes}
         if exchange := stage.exchange:
-            needs[_key("holder", stage, slots)] = exchange.send_numel * exchange.dtype.itemsize
-            needs[_key("owner", stage, slots)] = exchange.receive_numel * exchange.dtype.itemsize
+            needs[_key("holder", stage, slots)] = exchange.holder_bytes
+            needs[_key("owner", stage, slots)] = exchange.owner_bytes
         for key, size in needs.items():
             sizes[key] = max(sizes.get(key, 0), size)
     return sizes

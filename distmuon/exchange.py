@@ -12,7 +12,7 @@ from torch import Tensor
 from distmuon.buffers import Buffers
 from distmuon.plan import Plan
 from distmuon.ranges import phase
-from distmuon.schedule import Stage
+from distmuon.schedule import Stage, Way
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 
@@ -36,14 +36,16 @@ class Exchanger:
     """
 
     def __init__(self, plan: Plan, groups: Groups, buffers: Buffers, device: torch.device) -> None:
-        self._holders: dict[str, _Side] = {}
-        self._owners: dict[str, _Side] = {}
+        self._out: dict[str, tuple[_Side, _Side]] = {}  # from, to
+        self._back: dict[str, tuple[_Side, _Side]] = {}
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._work: dict[str, dist.Work] = {}
         for stage in plan.stages:
             if exchange := stage.exchange:
-                self._holders[stage.name] = _Side(buffers.holder(stage), list(exchange.send_splits))
-                self._owners[stage.name] = _Side(buffers.owner(stage), list(exchange.receive_splits))
+                holder, owner = buffers.holder(stage), buffers.owner(stage)
+                if exchange.out:
+                    self._out[stage.name] = _sides(exchange.out, holder, owner)
+                self._back[stage.name] = _sides(exchange.back, holder, owner)[::-1]
                 self._groups[stage.name] = groups[exchange.ranks]
         for group in dict.fromkeys(self._groups.values()):
             token = torch.zeros(group.size(), device=device)
@@ -51,11 +53,11 @@ class Exchanger:
 
     def send(self, stage: Stage) -> None:
         """Start bringing regions to their owners."""
-        self._start(stage, self._holders[stage.name], self._owners[stage.name])
+        self._start(stage, *self._out[stage.name])
 
     def send_back(self, stage: Stage) -> None:
         """Start bringing results back to the holders."""
-        self._start(stage, self._owners[stage.name], self._holders[stage.name])
+        self._start(stage, *self._back[stage.name])
 
     def wait(self, stage: Stage) -> None:
         """Wait for the exchange of this stage that was started last; on a GPU the stream waits, not the host."""
@@ -72,3 +74,11 @@ class Exchanger:
                 group=self._groups[stage.name],
                 async_op=True,
             )
+
+
+def _sides(way: Way, holder: Tensor, owner: Tensor) -> tuple[_Side, _Side]:
+    """The holder's and the owner's, of the packed buffers as much as this way takes."""
+    return (
+        _Side(holder[: way.held_numel], list(way.held_splits)),
+        _Side(owner[: way.owned_numel], list(way.owned_splits)),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from distmuon.agreement import agree, host_group
-from distmuon.buckets import Patterns
 from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
 from distmuon.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
 from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients, coefficients_by_step
+from distmuon.options import Patterns, PlanOptions
 from distmuon.placement import ParameterSpec, Storage
-from distmuon.plan import Plan, PlanOptions, plan_step
+from distmuon.plan import Plan, plan_step
 from distmuon.step import LocalParameter, Settings, StepRunner
 from distmuon.variants import Variant, get_variant
 
@@ -56,6 +56,10 @@ class DistMuon(torch.optim.Optimizer):
             :mod:`distmuon.newton_schulz`. Only "standard" has the bits of ``torch.optim.Muon``.
         ns_dtype: of Newton-Schulz, bfloat16 or float32.
         max_batch_bytes: what one Newton-Schulz batch of several parameters may hold: stack, scratch, fp32 staging.
+        share_replicas: whether the replicas of a matrix (``Replicate`` axes, as HSDP has them) split the work, each
+            matrix orthogonalised once over all of them, or repeat it. None: they share unless that sends more bytes
+            than the FLOPs it saves are worth, see :meth:`distmuon.options.PlanOptions.shares`.
+        process_group: ranks that hold the same plain tensors (DDP), to share their work; None: each does all of it.
         capturable: from the second step on a step makes no storage and reads nothing to the host, so that a CUDA graph
             can hold it. ``lr`` must be a tensor then, on the parameters' device; change it in place.
 
@@ -84,10 +88,16 @@ class DistMuon(torch.optim.Optimizer):
         ns_algorithm: str = "standard",
         ns_dtype: torch.dtype = torch.bfloat16,
         max_batch_bytes: int = MAX_BATCH_BYTES,
+        share_replicas: bool | None = None,
+        process_group: dist.ProcessGroup | None = None,
         capturable: bool = False,
     ) -> None:
         # Made where an error is agreed with the other ranks.
-        self._make_options = partial(_options, buckets, variant, ns_dtype, ns_algorithm, max_batch_bytes, capturable)
+        self._make_options = partial(
+            _options, buckets, variant, ns_dtype, ns_algorithm, max_batch_bytes, share_replicas, capturable
+        )
+        self._process_group = process_group
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._row_blocks = row_blocks
         self._plan: Plan | None = None
         defaults = {
@@ -146,7 +156,7 @@ class DistMuon(torch.optim.Optimizer):
         """Check, agree with the other ranks, plan, and reserve state and buffers."""
         error: Exception | None = None
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        meshes = [p.device_mesh for p in parameters if isinstance(p, DTensor)]
+        together = self._process_group is not None or any(isinstance(parameter, DTensor) for parameter in parameters)
         specs: tuple[ParameterSpec, ...] = ()
         plan: Plan | None = None
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -157,7 +167,7 @@ class DistMuon(torch.optim.Optimizer):
             plan = plan_step(specs, rank, self._options)
         except (ValueError, TypeError) as found:
             error = found
-        if meshes:
+        if together:
             agree({} if error else self._claims(specs), error, host_group())
         elif error:
             raise error
@@ -167,7 +177,8 @@ class DistMuon(torch.optim.Optimizer):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
         self._plan = plan
         buffers = Buffers(plan, device)
-        exchanger = Exchanger(plan, _process_groups(plan, parameters), buffers, device)
+        self._find_groups(plan, parameters)
+        exchanger = Exchanger(plan, self._groups, buffers, device)
         self._runner = StepRunner(plan, buffers, exchanger)
 
     def _specs(self) -> tuple[ParameterSpec, ...]:
@@ -189,7 +200,7 @@ class DistMuon(torch.optim.Optimizer):
                 shape = tuple(parameter.shape)
                 rows = matrix_rows(name, shape, blocks or self._row_blocks)
                 try:
-                    storage = _storage(parameter)
+                    storage = _storage(parameter, self._process_group)
                     specs.append(ParameterSpec(name, shape, parameter.dtype, rows, storage, number))
                 except ValueError as refused:
                     raise ValueError(f"parameter {name!r}: {refused}") from None
@@ -201,16 +212,26 @@ class DistMuon(torch.optim.Optimizer):
     def _claims(self, specs: tuple[ParameterSpec, ...]) -> dict[tuple[int, ...], list[tuple[str, str]]]:
         """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
         settings = [_settings(group, self._options) for group in self.param_groups for _ in group["params"]]
-        common = [
-            ("the buckets", repr(self._options.buckets)),
-            ("variant, ns_dtype, ns_algorithm or max_batch_bytes", repr(replace(self._options, buckets=None))),
-        ]
+        common = [(option.name, repr(getattr(self._options, option.name))) for option in fields(self._options)]
         claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
         for spec, own in zip(specs, settings, strict=True):
             if spec.storage:
                 items = claims.setdefault(spec.storage.ranks, list(common))
                 items.append((f"parameter {len(items) - len(common)} there", f"{spec}, {own}"))
         return claims
+
+    def _find_groups(self, plan: Plan, parameters: list[Tensor]) -> None:
+        """The process group of each exchange, from the mesh of a parameter that takes part in it."""
+        for spec, parameter in zip(plan.parameters, parameters, strict=True):
+            axes = plan.options.exchange_axes(spec)
+            if not axes or spec.storage is None:
+                continue
+            ranks = tuple(sorted(spec.storage.group(plan.rank, axes)))
+            if ranks not in self._groups:
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                group = _group_of_axes(mesh, axes, ranks) if mesh else self._process_group
+                assert group is not None
+                self._groups[ranks] = group
 
     def _local(self, name: str, parameter: Tensor, settings: Settings) -> LocalParameter:
         gradient = parameter.grad
@@ -238,6 +259,7 @@ def _options(
     ns_dtype: torch.dtype,
     ns_algorithm: str,
     max_batch_bytes: int,
+    share_replicas: bool | None,
     capturable: bool,
 ) -> PlanOptions:
     """The options of the plan, checked.
@@ -247,7 +269,9 @@ def _options(
     """
     if ns_dtype not in NS_DTYPES:
         raise ValueError(f"ns_dtype is {ns_dtype}: choose torch.bfloat16 or torch.float32")
-    return PlanOptions(buckets, get_variant(variant), ns_dtype, ns_algorithm, max_batch_bytes, capturable)
+    return PlanOptions(
+        buckets, get_variant(variant), ns_dtype, ns_algorithm, max_batch_bytes, share_replicas, capturable
+    )
 
 
 def _named(number: int, group: dict[str, Any]) -> list[tuple[str, Tensor]]:
@@ -282,9 +306,11 @@ def _settings(group: dict[str, Any], options: PlanOptions) -> Settings:
     return Settings(**values)
 
 
-def _storage(parameter: Tensor) -> Storage | None:
+def _storage(parameter: Tensor, group: dist.ProcessGroup | None) -> Storage | None:
+    """Where a parameter lies; a plain one is a replica on every rank of ``group``, if there is one."""
     if not isinstance(parameter, DTensor):
-        return None
+        ranks = dist.get_process_group_ranks(group) if group else ()
+        return Storage((len(ranks),), tuple(ranks), (Replicate(),)) if ranks else None
     mesh = parameter.device_mesh
     return Storage(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(parameter.placements))
 
@@ -305,23 +331,13 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _process_groups(plan: Plan, parameters: list[Tensor]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """The process group of each exchange, from the mesh of a parameter that takes part in it."""
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for spec, parameter in zip(plan.parameters, parameters, strict=True):
-        axes = spec.exchange_axes()
-        if axes and spec.storage and isinstance(parameter, DTensor):
-            ranks = spec.storage.subgroup(plan.rank, axes)
-            if ranks not in groups:
-                groups[ranks] = _group_of_axes(parameter.device_mesh, axes)
-    return groups
-
-
-def _group_of_axes(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
+def _group_of_axes(mesh: DeviceMesh, axes: tuple[int, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of ``ranks``, which are those along ``axes``."""
     if len(axes) == 1:
         return mesh.get_group(axes[0])
-    if mesh.ndim == len(axes):
-        return mesh._flatten().get_group()
-    names = mesh.mesh_dim_names
-    assert names is not None
-    return mesh[tuple(names[axis] for axis in axes)]._flatten().get_group()
+    if names := mesh.mesh_dim_names:  # a mesh keeps what it flattens, so that the next optimizer finds it
+        part = mesh if len(axes) == mesh.ndim else mesh[tuple(names[axis] for axis in axes)]
+        return part._flatten().get_group()
+    made = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert made is not None
+    return made

@@ -1,78 +1,172 @@
-"""Owners: which rank of a group orthogonalises which matrix. Deterministic, so that ranks agree without talking."""
+"""Owners: which rank of a group orthogonalises which matrix. Deterministic, so that ranks agree without talking.
+
+A *round* is what one exchange brings together. Within a round no rank should be much busier than max(mean, largest
+matrix), which nothing can beat, as the others wait for it; over the step totals should come out even.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
-#: How much more than max(mean load, largest job), which nothing can beat, a rank may be given so that shapes meet.
+#: How much more than max(mean, largest), which nothing can beat, a rank may be given in a round so that shapes meet.
 IMBALANCE = 1.25
+#: GEMM cost (:func:`distmuon.matrices.gemm_cost`) for which shapes are worth taking apart, a batch: that of about 30
+#: launches of 5 us each at 400 TFLOP/s; five iterations are ten FLOPs a unit of cost.
+BATCH_COST = 6_000_000_000
 
 
-def longest_first(costs: Sequence[int], totals: list[int]) -> list[int]:
-    """Owner of each job: the longest job first, to the worker with the least work.
+#: Jobs that only some workers may have, and these.
+Holders = Mapping[int, Sequence[int]]
+
+
+def longest_first(costs: Sequence[int], totals: list[int], *, holders: Holders | None = None) -> list[int]:
+    """Owner of each job: the longest job first, to the worker with the least work in this round.
 
     Ties go to the worker with the least in ``totals``, then to the lowest; jobs of one cost keep their order.
 
     Args:
         costs: of each job.
         totals: what each worker was given before; this round is added to it.
+        holders: jobs that only some workers may have; they come first.
     """
-    owners = _fill(range(len(costs)), costs, [0] * len(totals), totals)
-    return _settle(owners, costs, totals)
+    loads = [0] * len(totals)
+    held = _held(holders or {}, costs, loads, totals)
+    jobs = [job for job in range(len(costs)) if job not in held]
+    return _settle(_least_loaded(jobs, costs, loads, totals) | held, costs, totals)
 
 
-def shapes_together(
-    costs: Sequence[int], shapes: Sequence[Hashable], free: Collection[Hashable], totals: list[int]
+def even(
+    costs: Sequence[int],
+    shapes: Sequence[Hashable],
+    totals: list[int],
+    *,
+    free: Collection[Hashable] = (),
+    holders: Holders | None = None,
 ) -> list[int]:
-    """Owner of each job, such that jobs of one shape meet on few workers, within :data:`IMBALANCE`.
+    """Owner of each job, such that rounds and totals come out even, and jobs of one shape meet on few workers.
 
-    The shape with the most work first: to the fullest worker that can take all that is left of it, else as much as fits
-    to the emptiest. Where the bound can't be held that way, the longest job goes first.
+    Shapes meet where that takes no longer than the launches it saves, and within :data:`IMBALANCE`.
 
     Args:
         costs: of each job; equal for equal shapes.
         shapes: of each job.
-        free: shapes that may be anywhere, as every worker has others of them: they fill up what is left.
-        totals: what each worker was given before, for ties; this round is added to it.
+        totals: what each worker was given before; this round is added to it.
+        free: shapes that cost no batch anywhere, as every worker has others of them: they fill up what is left.
+        holders: jobs that only some workers may have; they come first.
     """
-    workers = range(len(totals))
+    fixed = [0] * len(totals)
+    held = _held(holders or {}, costs, fixed, totals)
+    jobs = [job for job in range(len(costs)) if job not in held]
+    loads = list(fixed)
+    owners = _spread(jobs, costs, loads, totals)
+    met_loads = list(fixed)
     limit = IMBALANCE * max(sum(costs) / len(totals), max(costs, default=0))
-    by_shape: dict[Hashable, list[int]] = {}
-    for job, shape in enumerate(shapes):
-        by_shape.setdefault(shape, []).append(job)
-    loads = [0] * len(totals)
-    owners: dict[int, int] = {}
-    together = [jobs for shape, jobs in by_shape.items() if shape not in free]
-    for jobs in sorted(together, key=lambda jobs: -sum(costs[job] for job in jobs)):
-        left, cost = list(jobs), costs[jobs[0]]
-        while left:
-            fits = [int((limit - load) // cost) for load in loads]
-            whole = [worker for worker in workers if fits[worker] >= len(left)]
-            if whole:
-                worker = max(whole, key=lambda worker: (loads[worker], -totals[worker], -worker))
-            else:
-                worker = min(workers, key=lambda worker: (loads[worker], totals[worker], worker))
-            if not fits[worker]:
-                return longest_first(costs, totals)
-            taken, left = left[: fits[worker]], left[fits[worker] :]
-            owners |= dict.fromkeys(taken, worker)
-            loads[worker] += cost * len(taken)
-    owners |= _fill([job for shape in free for job in by_shape.get(shape, ())], costs, loads, totals)
-    return _settle(owners, costs, totals) if max(loads) <= limit else longest_first(costs, totals)
+    met = _together(jobs, costs, shapes, free, met_loads, totals, limit)
+    if met is not None:
+        saved = (_batches(owners, shapes, free) - _batches(met, shapes, free)) / len(totals)
+        if max(met_loads) - max(loads) <= BATCH_COST * saved:
+            owners = met
+    return _settle(owners | held, costs, totals)
 
 
-def _fill(jobs: Iterable[int], costs: Sequence[int], loads: list[int], totals: Sequence[int]) -> dict[int, int]:
+def _held(holders: Holders, costs: Sequence[int], loads: list[int], totals: Sequence[int]) -> dict[int, int]:
+    """Give each of these jobs to one of its holders, the longest first, to the one with the least work."""
+    owners = {}
+    for job in sorted(holders, key=lambda job: -costs[job]):
+        worker = min(holders[job], key=lambda worker: (totals[worker] + loads[worker], worker))
+        owners[job] = worker
+        loads[worker] += costs[job]
+    return owners
+
+
+def _least_loaded(jobs: Iterable[int], costs: Sequence[int], loads: list[int], totals: Sequence[int]) -> dict[int, int]:
     """Give ``jobs``, the longest first, to the worker with the least in ``loads``, to which they are added."""
     heap = [(load, total, worker) for worker, (load, total) in enumerate(zip(loads, totals, strict=True))]
     heapq.heapify(heap)
     owners = {}
     for job in sorted(jobs, key=lambda job: -costs[job]):
-        load, total, worker = heapq.heappop(heap)
+        load, total, worker = heap[0]
         owners[job] = worker
         loads[worker] += costs[job]
-        heapq.heappush(heap, (load + costs[job], total, worker))
+        heapq.heapreplace(heap, (load + costs[job], total, worker))
     return owners
+
+
+def _spread(jobs: Sequence[int], costs: Sequence[int], loads: list[int], totals: Sequence[int]) -> dict[int, int]:
+    """Give ``jobs``, the longest first, to the worker with the least in total, if that makes the round no longer than
+    it would be if only this round counted.
+    """
+    trial_loads = list(loads)
+    trial = _least_loaded(jobs, costs, trial_loads, totals)
+    limit = max(trial_loads)
+    heap = [(totals[worker] + load, load, worker) for worker, load in enumerate(loads)]
+    heapq.heapify(heap)
+    full: list[tuple[int, int, int]] = []  # workers with no room for a job of this cost
+    owners: dict[int, int] = {}
+    cost = 0
+    for job in sorted(jobs, key=lambda job: -costs[job]):
+        if costs[job] != cost:
+            cost = costs[job]
+            for entry in full:
+                heapq.heappush(heap, entry)
+            full.clear()
+        while heap and heap[0][1] + cost > limit:
+            full.append(heapq.heappop(heap))
+        if not heap:  # the order in which totals filled the workers left no room: only this round counts
+            loads[:] = trial_loads
+            return trial
+        total, load, worker = heap[0]
+        owners[job] = worker
+        loads[worker] += cost
+        heapq.heapreplace(heap, (total + cost, load + cost, worker))
+    return owners
+
+
+def _together(
+    jobs: Sequence[int],
+    costs: Sequence[int],
+    shapes: Sequence[Hashable],
+    free: Collection[Hashable],
+    loads: list[int],
+    totals: Sequence[int],
+    limit: float,
+) -> dict[int, int] | None:
+    """Give jobs to workers shape by shape, the one with the most work first: to the fullest worker that can take all
+    that is left of it, else as much as fits to the emptiest. None if ``limit`` can't be held.
+    """
+    by_shape: dict[Hashable, list[int]] = {}
+    for job in jobs:
+        by_shape.setdefault(shapes[job], []).append(job)
+    heap = [(load, total, worker) for worker, (load, total) in enumerate(zip(loads, totals, strict=True))]
+    heapq.heapify(heap)
+    owners: dict[int, int] = {}
+    meeting = [left for shape, left in by_shape.items() if shape not in free]
+    for left in sorted(meeting, key=lambda jobs: -sum(costs[job] for job in jobs)):
+        cost = costs[left[0]]
+        while left:
+            while heap[0][0] != loads[heap[0][2]]:  # it was given something since
+                heapq.heappop(heap)
+            worker = heap[0][-1]
+            room = int((limit - loads[worker]) // cost)
+            if room <= 0:
+                return None
+            if room >= len(left):
+                room, most = len(left), limit - cost * len(left)
+                fitting = (each for each, load in enumerate(loads) if load <= most)
+                worker = max(fitting, key=lambda each: (loads[each], -totals[each], -each))
+            owners |= dict.fromkeys(left[:room], worker)
+            left = left[room:]
+            loads[worker] += cost * room
+            heapq.heappush(heap, (loads[worker], totals[worker], worker))
+    rest = [job for job in jobs if shapes[job] in free]
+    owners |= _least_loaded(rest, costs, loads, totals)
+    return owners if max(loads) <= limit else None
+
+
+def _batches(owners: Mapping[int, int], shapes: Sequence[Hashable], free: Collection[Hashable]) -> int:
+    """How many batches of one shape all workers have."""
+    return len({(worker, shapes[job]) for job, worker in owners.items() if shapes[job] not in free})
 
 
 def _settle(owners: Mapping[int, int], costs: Sequence[int], totals: list[int]) -> list[int]:

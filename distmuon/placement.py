@@ -1,8 +1,8 @@
 """Who holds what: from a mesh and placements to the regions of a matrix that each rank stores.
 
-Pure arithmetic on global indices, no tensor and no process group. A placement maps each dim of a parameter to
-*segments*: the runs of global indices that a rank holds, in the order in which they lie in its local tensor. A *region*
-is the part of one matrix inside one run of rows and one run of columns.
+Pure arithmetic on global indices, no tensor and no process group. Placements cut each dim of a parameter into *runs* of
+global indices, each held by one rank, or one of several replicas. A *region* is the part of one matrix inside one run
+of rows and one run of columns.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -25,12 +25,20 @@ from distmuon.matrices import Matrix, Shape
 BATCH, ROWS, COLS = range(3)
 
 
-class Segment(NamedTuple):
-    """Global indices ``start : stop`` of one dim, stored from local index ``local`` on."""
+class Run(NamedTuple):
+    """Global indices ``start : stop`` of one dim, stored from local index ``local`` on by ``holder``.
+
+    Holders are numbered along the mesh axes that were left open; without any there is one, 0.
+    """
 
     start: int
     stop: int
     local: int
+    holder: int
+
+
+#: The runs of (batch, rows, cols); the holder of a region is the sum of the holders of its three runs.
+Runs = tuple[tuple[Run, ...], tuple[Run, ...], tuple[Run, ...]]
 
 
 class Region(NamedTuple):
@@ -48,7 +56,16 @@ class Region(NamedTuple):
         return self.rows * self.cols
 
 
-Split = tuple[int, int, int]  # (split_factor, chunks, index); split_factor 1 is a plain Shard
+class Split(NamedTuple):
+    """How one mesh axis cuts a dim: into ``chunks``, of which a rank takes that ``at``, or with None each its own.
+
+    ``factor`` is that of ``_StridedShard``, 1 of a plain ``Shard``; ``step`` is what the next rank adds to ``holder``.
+    """
+
+    factor: int
+    chunks: int
+    at: int | None
+    step: int = 0
 
 
 def _chunk(runs: list[tuple[int, int]], chunks: int, index: int) -> list[tuple[int, int]]:
@@ -67,26 +84,85 @@ def _chunk(runs: list[tuple[int, int]], chunks: int, index: int) -> list[tuple[i
     return part
 
 
-@lru_cache(maxsize=65536)
-def dim_segments(size: int, splits: tuple[Split, ...]) -> tuple[Segment, ...]:
-    """The segments of a dim of ``size`` after ``splits``, in mesh axis order.
+@lru_cache(maxsize=4096)
+def dim_runs(size: int, splits: tuple[Split, ...]) -> tuple[Run, ...]:
+    """The runs of a dim of ``size`` after ``splits``, in mesh axis order: by start, which is also their local order.
 
     ``_StridedShard(split_factor)`` cuts into ``split_factor`` parts first and takes part ``index`` of each, as
     ``torch.distributed.tensor`` does.
     """
-    runs = [(0, size)]
-    for split_factor, chunks, index in splits:
-        parts = (_chunk(runs, split_factor, part) for part in range(split_factor))
-        runs = [run for part in parts for run in _chunk(part, chunks, index)]
-    segments: list[Segment] = []
-    local = 0
-    for start, stop in runs:
-        if segments and segments[-1].stop == start:
-            segments[-1] = segments[-1]._replace(stop=stop)
-        else:
-            segments.append(Segment(start, stop, local))
-        local += stop - start
-    return tuple(segments)
+    pieces = [(0, [(0, size)] if size else [])]
+    for factor, chunks, index, step in splits:
+        pieces = [
+            (
+                holder + at * step,
+                [run for part in range(factor) for run in _chunk(_chunk(runs, factor, part), chunks, at)],
+            )
+            for holder, runs in pieces
+            for at in (range(chunks) if index is None else (index,))
+        ]
+    found: list[Run] = []
+    for holder, runs in pieces:
+        local = 0
+        for start, stop in runs:
+            last = found[-1] if local else None
+            if last and last.stop == start:
+                found[-1] = last._replace(stop=stop)
+            else:
+                found.append(Run(start, stop, local, holder))
+            local += stop - start
+    return tuple(sorted(found))
+
+
+@lru_cache(maxsize=4096)
+def cut_blocks(size: int, starts: tuple[int, ...], layout: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...]:
+    """For each block of a dim, which of the sharding axes (factor, chunks) cut it; blocks begin at ``starts``."""
+    steps = [math.prod(chunks for _, chunks in layout[axis + 1 :]) for axis in range(len(layout))]
+    splits = tuple(Split(factor, chunks, None, step) for (factor, chunks), step in zip(layout, steps, strict=True))
+    held: list[list[set[int]]] = [[set() for _ in layout] for _ in starts]
+    for run in dim_runs(size, splits):
+        point = [run.holder // step % chunks for (_, chunks), step in zip(layout, steps, strict=True)]
+        for block in range(bisect_right(starts, run.start) - 1, bisect_right(starts, run.stop - 1)):
+            for at, seen in zip(point, held[block], strict=True):
+                seen.add(at)
+    return tuple(tuple(axis for axis, seen in enumerate(axes) if len(seen) > 1) for axes in held)
+
+
+def regions(matrix: Matrix, runs: Runs) -> Iterator[tuple[int, Region]]:
+    """The (holder, region)s of ``matrix``, those of one holder in its local order."""
+    for batch in within(runs[BATCH], matrix.batch, matrix.batch + 1):
+        for rows in within(runs[ROWS], matrix.row, matrix.row + matrix.rows):
+            top, bottom = max(rows.start, matrix.row), min(rows.stop, matrix.row + matrix.rows)
+            for cols in runs[COLS]:
+                local = (batch.local + matrix.batch - batch.start, rows.local + top - rows.start, cols.local)
+                region = Region(top - matrix.row, cols.start, bottom - top, cols.stop - cols.start, local)
+                yield batch.holder + rows.holder + cols.holder, region
+
+
+def within(runs: tuple[Run, ...], start: int, stop: int) -> tuple[Run, ...]:
+    """Those that meet ``start : stop``."""
+    if len(runs) == 1:
+        return runs if runs[0].start < stop and start < runs[0].stop else ()
+    first = bisect_right(runs, start, key=_STOP)
+    return runs[first : bisect_right(runs, stop - 1, lo=first, key=_START)]
+
+
+_START, _STOP = (lambda run: run.start), (lambda run: run.stop)
+
+
+#: The (size, step) of each axis of a group along which a parameter is replicated.
+Replicas = tuple[tuple[int, int], ...]
+
+
+def replicas_of(holder: int, replicas: Replicas) -> list[int]:
+    """All of a group that hold what ``holder``, of the first replica, does."""
+    steps = ([at * step for at in range(size)] for size, step in replicas)
+    return [holder + sum(point) for point in itertools.product(*steps)]
+
+
+def same_replica(one: int, other: int, replicas: Replicas) -> bool:
+    """Whether two of a group are in the same replica."""
+    return all(one // step % size == other // step % size for size, step in replicas)
 
 
 def _sharded_dim(placement: Placement) -> int | None:
@@ -120,42 +196,83 @@ class Storage:
             if not isinstance(placement, Shard | Replicate | _StridedShard):
                 raise ValueError(f"placement {placement!r} can't be planned: use Shard or Replicate")
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh_shape, self.ranks, self.placements))
+
+    def __hash__(self) -> int:
+        return self._hash  # of a thousand ranks and asked for a thousand times a plan
+
+    @cached_property
+    def members(self) -> frozenset[int]:
+        """The global ranks of the mesh, in no order."""
+        return frozenset(self.ranks)
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.ranks)}
+
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Where ``rank`` stands in the mesh.
 
         Raises:
             ValueError: the mesh does not hold this rank.
         """
-        if rank not in self.ranks:
+        if rank not in self._positions:
             raise ValueError(f"rank {rank} is not in the mesh of ranks {self.ranks}")
-        index = self.ranks.index(rank)
+        index = self._positions[rank]
         coordinate = []
         for size in reversed(self.mesh_shape):
             index, at = divmod(index, size)
             coordinate.append(at)
         return tuple(reversed(coordinate))
 
-    def splits(self, dim: int, coordinate: Sequence[int]) -> tuple[Split, ...]:
-        """The splits of tensor dim ``dim`` at a mesh coordinate."""
+    @cached_property
+    def _axes(self) -> dict[int | None, tuple[int, ...]]:
+        axes: dict[int | None, tuple[int, ...]] = {}
+        for axis, (placement, size) in enumerate(zip(self.placements, self.mesh_shape, strict=True)):
+            dim = _sharded_dim(placement)
+            if dim is not None or size > 1:
+                axes[dim] = (*axes.get(dim, ()), axis)
+        return axes
+
+    def axes(self, dim: int | None) -> tuple[int, ...]:
+        """The mesh axes over which tensor dim ``dim`` is sharded; None: over which all of it is replicated."""
+        return self._axes.get(dim, ())
+
+    def steps(self, axes: Collection[int]) -> dict[int, int]:
+        """For each of ``axes``, how far apart neighbours along it are in a group that spans them, row-major."""
+        steps, step = {}, 1
+        for axis in sorted(axes, reverse=True):
+            steps[axis] = step
+            step *= self.mesh_shape[axis]
+        return steps
+
+    def splits(self, dim: int, coordinate: Sequence[int], steps: Mapping[int, int]) -> tuple[Split, ...]:
+        """The splits of tensor dim ``dim`` at a mesh coordinate, open along the axes that have ``steps``."""
         return tuple(
-            (getattr(placement, "split_factor", 1), size, at)
-            for placement, size, at in zip(self.placements, self.mesh_shape, coordinate, strict=True)
-            if _sharded_dim(placement) == dim
+            Split(
+                getattr(self.placements[axis], "split_factor", 1),
+                self.mesh_shape[axis],
+                None if axis in steps else coordinate[axis],
+                steps.get(axis, 0),
+            )
+            for axis in self.axes(dim)
         )
 
-    def axes(self, dim: int) -> tuple[int, ...]:
-        """The mesh axes over which tensor dim ``dim`` is sharded."""
-        return tuple(axis for axis, placement in enumerate(self.placements) if _sharded_dim(placement) == dim)
-
-    def subgroup(self, rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+    def group(self, rank: int, axes: Collection[int]) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` along ``axes`` only, in mesh order."""
         coordinate = self.coordinate(rank)
         choices = [range(size) if axis in axes else (coordinate[axis],) for axis, size in enumerate(self.mesh_shape)]
-        strides = [math.prod(self.mesh_shape[axis + 1 :]) for axis in range(len(self.mesh_shape))]
+        every = self.steps(range(len(self.mesh_shape)))
         return tuple(
-            self.ranks[sum(at * stride for at, stride in zip(point, strides, strict=True))]
-            for point in itertools.product(*choices)
+            self.ranks[sum(at * every[axis] for axis, at in enumerate(point))] for point in itertools.product(*choices)
         )
+
+    def groups(self, axes: Collection[int]) -> list[tuple[int, ...]]:
+        """All groups along ``axes``: each rank of the mesh is in one."""
+        other = [axis for axis in range(len(self.mesh_shape)) if axis not in axes]
+        return [self.group(first, axes) for first in self.group(self.ranks[0], other)]
 
 
 @dataclass(frozen=True)
@@ -208,52 +325,64 @@ class ParameterSpec:
         return self.shape[-1]
 
     @property
+    def bytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @cached_property
     def matrix_starts(self) -> tuple[int, ...]:
         """First row of each matrix of a slice."""
         return tuple(itertools.accumulate(self.matrix_rows, initial=0))[:-1]
 
-    def segments(self, rank: int) -> tuple[tuple[Segment, ...], tuple[Segment, ...], tuple[Segment, ...]]:
-        """What ``rank`` holds of (batch, rows, cols)."""
+    @cached_property
+    def shapes(self) -> Mapping[Shape, int]:
+        """How many matrices of each shape the parameter has, over all ranks."""
+        counts = Counter(Shape(rows, self.cols, self.group) for rows in self.matrix_rows)
+        return {shape: matrices * self.shape3[BATCH] for shape, matrices in counts.items()}
+
+    @cached_property
+    def cut_axes(self) -> tuple[tuple[int, ...], ...]:
+        """For each matrix of a slice, the mesh axes along which it is cut; none, and one rank, or each of its replicas,
+        holds it whole.
+        """
         if self.storage is None:
-            return tuple(dim_segments(size, ()) for size in self.shape3)  # type: ignore[return-value]
-        coordinate = self.storage.coordinate(rank)
+            return ((),) * len(self.matrix_rows)
+        (cols,) = self._cut(COLS, (0,))
+        return tuple(rows + cols for rows in self._cut(ROWS, self.matrix_starts))
+
+    @cached_property
+    def replica_axes(self) -> tuple[int, ...]:
+        """The mesh axes along which all of it is replicated."""
+        return self.storage.axes(None) if self.storage else ()
+
+    def runs(self, rank: int, axes: Collection[int] = ()) -> Runs:
+        """The runs of each dim that ``rank`` holds, or that the ranks of its group along ``axes`` hold together."""
+        if self.storage is None:
+            return tuple(dim_runs(size, ()) for size in self.shape3)  # type: ignore[return-value]
+        coordinate, steps = self.storage.coordinate(rank), self.storage.steps(axes)
         return tuple(  # type: ignore[return-value]
-            dim_segments(size, self.storage.splits(self._tensor_dim(dim), coordinate))
+            dim_runs(size, self.storage.splits(self._tensor_dim(dim), coordinate, steps))
             for dim, size in enumerate(self.shape3)
         )
 
+    def replicas(self, axes: Collection[int]) -> Replicas:
+        """The replicas of it within a group along ``axes``."""
+        if self.storage is None:
+            return ()
+        steps = self.storage.steps(axes)
+        return tuple((self.storage.mesh_shape[axis], steps[axis]) for axis in self.replica_axes if axis in steps)
+
     def local_shape3(self, rank: int) -> tuple[int, int, int]:
         """Shape of the local tensor of ``rank`` as (batch, rows, cols)."""
-        return tuple(sum(s.stop - s.start for s in segments) for segments in self.segments(rank))  # type: ignore[return-value]
-
-    def shapes(self) -> Counter[Shape]:
-        """How many matrices of each shape the parameter has, over all ranks."""
-        shapes = Counter(Shape(rows, self.cols, self.group) for rows in self.matrix_rows)
-        return Counter({shape: matrices * self.shape3[BATCH] for shape, matrices in shapes.items()})
+        return tuple(sum(run.stop - run.start for run in runs) for runs in self.runs(rank))  # type: ignore[return-value]
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the local tensor of ``rank``."""
         return self.local_shape3(rank)[3 - len(self.shape) :]
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the whole parameter."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
     def local_bytes(self, rank: int) -> int:
         """Bytes of the local tensor of ``rank``."""
         return math.prod(self.local_shape3(rank)) * self.dtype.itemsize
-
-    def exchange_axes(self) -> tuple[int, ...]:
-        """The mesh axes along which some matrix is cut: bringing every matrix together needs the ranks along them."""
-        return tuple(sorted({axis for axes in self.cut_axes() for axis in axes}))
-
-    def cut_axes(self) -> tuple[tuple[int, ...], ...]:
-        """For each matrix of a slice, the mesh axes along which it is cut; none, and one rank holds it whole."""
-        if self.storage is None:
-            return ((),) * len(self.matrix_rows)
-        (cols,) = self._cut(COLS, (0,))
-        return tuple(rows + cols for rows in self._cut(ROWS, self.matrix_starts))
 
     def _cut(self, dim: int, starts: tuple[int, ...]) -> list[tuple[int, ...]]:
         assert self.storage is not None
@@ -263,67 +392,8 @@ class ParameterSpec:
         )
         return [tuple(axes[index] for index in cut) for cut in cut_blocks(self.shape3[dim], starts, layout)]
 
-    def subgroup_runs(self, rank: int, dim: int) -> list[tuple[int, int]]:
-        """(start, stop) runs of ``dim`` that the ranks along the exchange axes of ``rank`` hold together, sorted and
-        joined.
-        """
-        if self.storage is None:
-            return [(0, self.shape3[dim])]
-        tensor_dim, exchange = self._tensor_dim(dim), self.exchange_axes()
-        choices = [
-            range(size) if axis in exchange and axis in self.storage.axes(tensor_dim) else (at,)
-            for axis, (size, at) in enumerate(zip(self.storage.mesh_shape, self.storage.coordinate(rank), strict=True))
-        ]
-        found = sorted(
-            {
-                (segment.start, segment.stop)
-                for point in itertools.product(*choices)
-                for segment in dim_segments(self.shape3[dim], self.storage.splits(tensor_dim, point))
-            }
-        )
-        runs: list[tuple[int, int]] = []
-        for start, stop in found:
-            if runs and runs[-1][1] == start:
-                runs[-1] = (runs[-1][0], stop)
-            else:
-                runs.append((start, stop))
-        return runs
-
     def _tensor_dim(self, dim: int) -> int:
         """The dim of the tensor behind ``dim`` of ``shape3``; -1, which no placement has, for the batch of a 2-D
         one.
         """
         return dim + len(self.shape) - 3
-
-
-@lru_cache(maxsize=4096)
-def cut_blocks(size: int, starts: tuple[int, ...], layout: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...]:
-    """For each block of a dim, which of the sharding axes (split_factor, chunks) cut it; blocks begin at ``starts``."""
-    low: dict[int, list[int]] = {}
-    high: dict[int, list[int]] = {}
-    for point in itertools.product(*(range(chunks) for _, chunks in layout)):
-        splits = tuple((factor, chunks, at) for (factor, chunks), at in zip(layout, point, strict=True))
-        for segment in dim_segments(size, splits):
-            for block in range(bisect_right(starts, segment.start) - 1, bisect_right(starts, segment.stop - 1)):
-                low[block] = [min(pair) for pair in zip(low.get(block, point), point, strict=True)]
-                high[block] = [max(pair) for pair in zip(high.get(block, point), point, strict=True)]
-    return tuple(
-        tuple(axis for axis in range(len(layout)) if block in low and low[block][axis] != high[block][axis])
-        for block in range(len(starts))
-    )
-
-
-def regions(matrix: Matrix, segments: tuple[tuple[Segment, ...], ...]) -> list[Region]:
-    """The regions of ``matrix`` in a local tensor with these segments, in local order."""
-    found = []
-    for batch in segments[BATCH]:
-        if not batch.start <= matrix.batch < batch.stop:
-            continue
-        for rows in segments[ROWS]:
-            top, bottom = max(rows.start, matrix.row), min(rows.stop, matrix.row + matrix.rows)
-            if top >= bottom:
-                continue
-            for cols in segments[COLS]:
-                local = (batch.local + matrix.batch - batch.start, rows.local + top - rows.start, cols.local)
-                found.append(Region(top - matrix.row, cols.start, bottom - top, cols.stop - cols.start, local))
-    return found

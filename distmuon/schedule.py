@@ -11,6 +11,7 @@ that this rank holds whole anyway. Three things hold elements in a stage:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,50 +74,79 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Way:
+    """One way of an exchange, as one rank takes part in it: between holders' updates and owners' work buffers.
+
+    Args:
+        held: this rank's regions in packed order: by owner, then matrix, then local order.
+        owned: the regions of the matrices it owns: by holder, then matrix, then the holder's local order.
+        held_splits: elements of ``held`` for each rank of the group.
+        owned_splits: elements of ``owned`` for each rank of the group.
+    """
+
+    held: tuple[Copy, ...]
+    owned: tuple[Copy, ...]
+    held_splits: tuple[int, ...]
+    owned_splits: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for copies, numel in ((self.held, self.held_numel), (self.owned, self.owned_numel)):
+            if sum(copy.packed.numel for copy in copies) != numel:
+                raise ValueError(f"splits of {numel} elements do not add up to the regions packed")
+
+    @property
+    def held_numel(self) -> int:
+        """Elements between this rank's updates and its packed buffer as a holder."""
+        return sum(self.held_splits)
+
+    @property
+    def owned_numel(self) -> int:
+        """Elements between its work buffer and its packed buffer as an owner."""
+        return sum(self.owned_splits)
+
+
+@dataclass(frozen=True)
 class Exchange:
-    """The packed all-to-all of a stage, as one rank takes part in it.
+    """The packed all-to-alls of a stage, as one rank takes part in them.
+
+    Without shared replicas the way back is the way out reversed. With them a matrix comes from the replica that its
+    owner is in, and its result goes to all.
 
     Args:
         ranks: global ranks of the group, in group order.
-        matrices: all matrices that are brought together in this group.
-        owners: for each of them the index in ``ranks`` of the rank that orthogonalises it.
-        sends: this rank's regions in packed order: by owner, then matrix, then local order.
-        receives: the regions of the matrices it owns: by holder, then matrix, then the holder's local order.
-        send_splits: elements for each rank of the group.
-        receive_splits: elements from each rank of the group.
+        matrices: all matrices that are orthogonalised in this group.
+        owners: for each of them the index in ``ranks`` of the rank that does it.
+        out: from holders to owners; None if every owner holds its matrices whole.
+        back: its places and splits; here owners send and holders receive.
         dtype: on the wire.
     """
 
     ranks: tuple[int, ...]
     matrices: tuple[Matrix, ...]
     owners: tuple[int, ...]
-    sends: tuple[Copy, ...]
-    receives: tuple[Copy, ...]
-    send_splits: tuple[int, ...]
-    receive_splits: tuple[int, ...]
+    out: Way | None
+    back: Way
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        if not len(self.send_splits) == len(self.receive_splits) == len(self.ranks):
-            raise ValueError(f"an exchange of {len(self.ranks)} ranks needs as many splits each way")
-        for copies, numel in ((self.sends, self.send_numel), (self.receives, self.receive_numel)):
-            if sum(copy.packed.numel for copy in copies) != numel:
-                raise ValueError(f"splits of {numel} elements do not add up to the regions packed")
+        for way in self.ways:
+            if not len(way.held_splits) == len(way.owned_splits) == len(self.ranks):
+                raise ValueError(f"an exchange of {len(self.ranks)} ranks needs as many splits each way")
 
     @property
-    def send_numel(self) -> int:
-        """Elements that this rank sends on the way out."""
-        return sum(self.send_splits)
+    def ways(self) -> tuple[Way, ...]:
+        """Those that travel: one collective each."""
+        return (self.out, self.back) if self.out else (self.back,)
 
     @property
-    def receive_numel(self) -> int:
-        """Elements that it receives on the way out."""
-        return sum(self.receive_splits)
+    def holder_bytes(self) -> int:
+        """Bytes of the packed buffer on the holder's side."""
+        return max(way.held_numel for way in self.ways) * self.dtype.itemsize
 
     @property
-    def packed_bytes(self) -> int:
-        """Bytes of both packed buffers."""
-        return (self.send_numel + self.receive_numel) * self.dtype.itemsize
+    def owner_bytes(self) -> int:
+        """Bytes of the packed buffer on the owner's side."""
+        return max(way.owned_numel for way in self.ways) * self.dtype.itemsize
 
     def imbalance(self) -> tuple[float, float]:
         """The largest GEMM cost that a rank owns, relative to the mean and to max(mean, largest matrix).
@@ -132,12 +162,19 @@ class Exchange:
         mean = sum(costs) / len(self.ranks)
         return max(loads) / mean, max(loads) / max(mean, *costs)
 
-    def wire_bytes(self, rank: int) -> int:
-        """Bytes that ``rank`` sends to others in a step, both ways; it receives as many."""
-        own = self.ranks.index(rank)
-        forward = self.send_numel - self.send_splits[own]
-        back = self.receive_numel - self.receive_splits[own]
-        return (forward + back) * self.dtype.itemsize
+    def sent_bytes(self, rank: int) -> int:
+        """Bytes that ``rank`` sends to others in a step, both ways."""
+        out = self.bytes_to_others(rank, self.out.held_splits) if self.out else 0
+        return out + self.bytes_to_others(rank, self.back.owned_splits)
+
+    def received_bytes(self, rank: int) -> int:
+        """Bytes that ``rank`` receives from others in a step, both ways."""
+        out = self.bytes_to_others(rank, self.out.owned_splits) if self.out else 0
+        return out + self.bytes_to_others(rank, self.back.held_splits)
+
+    def bytes_to_others(self, rank: int, splits: Sequence[int]) -> int:
+        """Bytes of these splits, elements for or from each rank of the group, but for those of ``rank`` itself."""
+        return (sum(splits) - splits[self.ranks.index(rank)]) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -164,7 +201,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         filled = sum(copy.place.numel for copy in self.moves)
-        filled += self.exchange.receive_numel if self.exchange else 0
+        filled += self.exchange.out.owned_numel if self.exchange and self.exchange.out else 0
         used = sum(batch.numel for batch in self.batches if batch.in_work)
         if not filled == used == self.work_numel:
             raise ValueError(

@@ -138,17 +138,23 @@ class _StageRunner:
         self._in_update = [batch for batch in stage.batches if not batch.in_work]
         self._packing = packing = plan.options.variant.packing
         shapes = {index: spec.local_shape(plan.rank) for index, spec in self._specs.items()}
-        self._outward = _links(group_copies(packing, stage.moves), work, shapes)
-        self._arriving: list[tuple[list[Tensor], list[Tensor]]] = []
+        moves = _links(group_copies(packing, stage.moves), work, shapes)
+        self._outward, self._homeward = moves, moves
+        self._arriving: _Pairs = []
+        self._leaving: _Pairs = []
         if exchange := stage.exchange:
-            self._outward += _links(group_copies(packing, exchange.sends), buffers.holder(stage), shapes)
-            owner = buffers.owner(stage)
-            self._arriving = [
-                ([copy.place.of(work) for copy in group], [copy.packed.of(owner) for copy in group])
-                for group in group_copies(packing, exchange.receives)
-            ]
+            holder, owner = buffers.holder(stage), buffers.owner(stage)
+            self._leaving = self._arriving = _pairs(group_copies(packing, exchange.back.owned), work, owner)
+            self._homeward = moves + _links(group_copies(packing, exchange.back.held), holder, shapes)
+            if exchange.out is exchange.back:
+                self._outward = self._homeward
+            else:
+                out = exchange.out
+                self._arriving = _pairs(group_copies(packing, out.owned if out else ()), work, owner)
+                self._outward = moves + _links(group_copies(packing, out.held if out else ()), holder, shapes)
         if packing == "bucket":
             self._outward = _merge(self._outward, self._specs)
+            self._homeward = _merge(self._homeward, self._specs)
 
     @property
     def exchanges(self) -> bool:
@@ -163,7 +169,7 @@ class _StageRunner:
         with phase("pack", self._stage.name):
             for group in self._outward:
                 copy_group_(self._packing, [link.view for link in group], [link.of(self._sources) for link in group])
-        if self.exchanges:
+        if self._stage.exchange and self._stage.exchange.out:
             self._exchanger.send(self._stage)
 
     def compute(self, tensors: Sequence[LocalParameter], *, ready_first: bool = True) -> None:
@@ -172,7 +178,8 @@ class _StageRunner:
         if ready_first:
             self._orthogonalize_ready(tensors)
         if self.exchanges:
-            self._exchanger.wait(self._stage)
+            if self._stage.exchange and self._stage.exchange.out:
+                self._exchanger.wait(self._stage)
             with phase("unpack", name):
                 for places, packed in self._arriving:
                     copy_group_(self._packing, places, packed)
@@ -181,7 +188,7 @@ class _StageRunner:
                     if not batch.ready:
                         self._orthogonalize_(matrices, None, tensors[batch.parameter].settings)
             with phase("repack", name):
-                for places, packed in self._arriving:
+                for places, packed in self._leaving:
                     copy_group_(self._packing, packed, places)
             self._exchanger.send_back(self._stage)
         if not ready_first:
@@ -192,7 +199,7 @@ class _StageRunner:
         if self.exchanges:
             self._exchanger.wait(self._stage)
         with phase("return_unpack", self._stage.name):
-            for group in self._outward:
+            for group in self._homeward:
                 copy_group_(self._packing, [link.of(self._updates) for link in group], [link.view for link in group])
         with phase("apply", self._stage.name):
             self._apply(tensors)
@@ -281,6 +288,14 @@ class _StageRunner:
             for ratio, (targets, changes) in scaled.items():
                 alpha = self._times("alpha", (indices[0], ratio), settings.lr, -ratio)
                 elementwise.add_(self._fused, targets, changes, alpha)
+
+
+#: For each group of copies, the places in a work buffer and those in a packed one.
+_Pairs = list[tuple[list[Tensor], list[Tensor]]]
+
+
+def _pairs(groups: Sequence[Sequence[Copy]], work: Tensor, packed: Tensor) -> _Pairs:
+    return [([copy.place.of(work) for copy in group], [copy.packed.of(packed) for copy in group]) for group in groups]
 
 
 def _links(

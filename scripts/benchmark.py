@@ -18,8 +18,9 @@ from functools import partial
 
 from distmuon.buffers import peak_bytes
 from distmuon.commandline import Parser
-from distmuon.placement import cut_blocks, dim_segments
-from distmuon.plan import PlanOptions, plan_step
+from distmuon.options import PlanOptions
+from distmuon.placement import cut_blocks, dim_runs
+from distmuon.plan import plan_step
 from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.counting import count_launches
 from distmuon.profiling.host import measure_host
@@ -44,7 +45,7 @@ def planning_seconds(name: str) -> float:
     specs = muon_parameters(workload, ranks=workload.default_ranks, ep=workload.default_ep)
 
     def plan_from_nothing() -> None:
-        for cached in (dim_segments, cut_blocks):
+        for cached in (dim_runs, cut_blocks):
             cached.cache_clear()
         plan_step(specs, 0, PlanOptions(PUBLISHED_BUCKETS[name]))
 

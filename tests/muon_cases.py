@@ -4,13 +4,14 @@ DistMuon.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -25,6 +26,8 @@ class Case:
         shapes: global shape of each parameter.
         mesh: shape of the mesh; None for plain tensors.
         placements: one for each mesh axis.
+        order: global ranks of the mesh, row-major; None: in order.
+        axes: names of the mesh axes; None: unnamed.
         row_blocks: as DistMuon takes it.
         settings: of ``torch.optim.Muon`` and DistMuon alike.
         dtype: of parameters and gradients.
@@ -35,6 +38,8 @@ class Case:
     shapes: dict[str, tuple[int, ...]]
     mesh: tuple[int, ...] | None = None
     placements: tuple[Placement, ...] = ()
+    order: tuple[int, ...] | None = None
+    axes: tuple[str, ...] | None = None
     row_blocks: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
@@ -81,18 +86,31 @@ def place(case: Case, tensor: Tensor, mesh: Any) -> Tensor:
     return distribute_tensor(tensor, mesh, case.placements, src_data_rank=None) if mesh else tensor.clone()
 
 
-def distmuon(case: Case, **options: Any) -> dict[str, Tensor]:
-    """The same steps with DistMuon, over the ranks of the default group; whole parameters at the end."""
-    mesh = init_device_mesh("cpu", case.mesh) if case.mesh else None
+def make_mesh(case: Case) -> DeviceMesh | None:
+    """The mesh of a case, over the ranks of the default group."""
+    if case.mesh is None:
+        return None
+    ranks = torch.arange(math.prod(case.mesh)) if case.order is None else torch.tensor(case.order)
+    return DeviceMesh("cpu", ranks.view(case.mesh), mesh_dim_names=case.axes)
+
+
+def stepped(case: Case, **options: Any) -> dict[str, Tensor]:
+    """The same steps with DistMuon, over the ranks of the default group; the parameters as they lie at the end."""
+    mesh = make_mesh(case)
     parameters = {name: nn.Parameter(place(case, tensor, mesh)) for name, tensor in values(case, -1).items()}
     optimizer = DistMuon(parameters.items(), **case.settings, **{"row_blocks": case.row_blocks or None, **options})
     for step in range(case.steps):
         for name, gradient in values(case, step).items():
             parameters[name].grad = place(case, gradient, mesh)
         optimizer.step()
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def distmuon(case: Case, **options: Any) -> dict[str, Tensor]:
+    """Whole parameters after the same steps with DistMuon."""
     return {
-        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
-        for name, parameter in parameters.items()
+        name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        for name, parameter in stepped(case, **options).items()
     }
 
 
@@ -108,3 +126,22 @@ def differing_on_rank(rank: int, ranks: int, cases: Sequence[Case], options: dic
         for case in cases
         for name in differing(case, distmuon(case, **options), muon_on_whole_matrices(case))
     ]
+
+
+def differing_shards(rank: int, ranks: int, cases: Sequence[Case], options: dict[str, Any]) -> list[str]:
+    """On one rank: whose local shard differs from that of ``torch.optim.Muon``'s whole parameter, in any of the cases.
+
+    For layouts that ``full_tensor`` does not put together again, as uneven shards of shards.
+    """
+    found = []
+    for case in cases:
+        ours, mesh = stepped(case, **options), make_mesh(case)
+        for name, truth in muon_on_whole_matrices(case).items():
+            if not torch.equal(local(ours[name]), local(place(case, truth, mesh))):
+                found.append(f"{case.placements} {name}")
+    return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,8 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmuon.buffers import Buffers, buffer_bytes, peak_bytes, under_way
+from distmuon.options import PlanOptions
 from distmuon.packing import group_copies
-from distmuon.plan import Plan, PlanOptions, plan_step
+from distmuon.plan import Plan, plan_step
 from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.host import SMALL_WORKLOAD, OperatorCounter, measure_host
 from distmuon.profiling.standin import make_optimizer, stand_for
@@ -42,7 +43,7 @@ def test_batching_saves_as_many_operators_as_the_plan_has_copies_to_join() -> No
     plan = plan_for("tiny", variant="baseline")
     joined = 0
     for exchange in (stage.exchange for stage in plan.stages if stage.exchange):
-        for copies in (exchange.sends, exchange.receives):
+        for copies in (exchange.back.held, exchange.back.owned):
             joined += len(copies) - len(group_copies("parameter", copies))
     assert baseline.operators - batched.operators == 2 * joined > 0  # each is made on the way out and on the way back
     assert baseline.views == batched.views

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
+from generated import jobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from distmuon import PUBLISHED_BUCKETS, VARIANTS, plan_for
-from distmuon.owners import IMBALANCE, longest_first, shapes_together
+from distmuon.options import PlanOptions
+from distmuon.owners import IMBALANCE, even, longest_first
 from distmuon.placement import ParameterSpec, Storage
-from distmuon.plan import PlanOptions, plan_step
+from distmuon.plan import plan_step
 
 
 def local_numbers(spec: ParameterSpec, rank: int) -> torch.Tensor:
@@ -59,16 +59,19 @@ class Replay:
             assert sorted(members) == sorted(ranks), "every rank of the group joins"
             stages = [self.plans[rank].stages[members[rank]] for rank in ranks]
             assert len({(stage.exchange.matrices, stage.exchange.owners) for stage in stages}) == 1
+            if any(stage.exchange.out is None for stage in stages):
+                assert all(stage.exchange.out is None for stage in stages)
+                continue
             buffers = []
             for rank, stage in zip(ranks, stages, strict=True):
-                buffers.append(torch.full((stage.exchange.send_numel,), -1))
-                for copy in stage.exchange.sends:
+                buffers.append(torch.full((stage.exchange.out.held_numel,), -1))
+                for copy in stage.exchange.out.held:
                     self.fill(copy.packed.of(buffers[-1]), copy.place.of(self.held[rank][copy.parameter]))
                 assert not (buffers[-1] == -1).any(), "nothing is padded"
-            arrived = all_to_all(buffers, [stage.exchange.send_splits for stage in stages])
+            arrived = all_to_all(buffers, [stage.exchange.out.held_splits for stage in stages])
             for rank, stage, packed in zip(ranks, stages, arrived, strict=True):
-                assert len(packed) == stage.exchange.receive_numel
-                for copy in stage.exchange.receives:
+                assert len(packed) == stage.exchange.out.owned_numel
+                for copy in stage.exchange.out.owned:
                     self.fill(copy.place.of(work[rank][members[rank]]), copy.packed.of(packed))
         for rank, plan in enumerate(self.plans):
             for stage, buffer in zip(plan.stages, work[rank], strict=True):
@@ -85,13 +88,14 @@ class Replay:
             stages = [self.plans[rank].stages[members[rank]] for rank in ranks]
             buffers = []
             for rank, stage in zip(ranks, stages, strict=True):
-                buffers.append(torch.full((stage.exchange.receive_numel,), -1))
-                for copy in stage.exchange.receives:
+                buffers.append(torch.full((stage.exchange.back.owned_numel,), -1))
+                for copy in stage.exchange.back.owned:
                     self.fill(copy.packed.of(buffers[-1]), copy.place.of(work[rank][members[rank]]))
-            for rank, stage, packed in zip(
-                ranks, stages, all_to_all(buffers, [stage.exchange.receive_splits for stage in stages]), strict=True
-            ):
-                for copy in stage.exchange.sends:
+                assert not (buffers[-1] == -1).any(), "nothing is padded"
+            returned = all_to_all(buffers, [stage.exchange.back.owned_splits for stage in stages])
+            for rank, stage, packed in zip(ranks, stages, returned, strict=True):
+                assert len(packed) == stage.exchange.back.held_numel
+                for copy in stage.exchange.back.held:
                     self.fill(copy.place.of(self.results[rank][copy.parameter]), copy.packed.of(packed))
 
     def members(self, name: str, ranks: tuple[int, ...]) -> dict[int, int]:
@@ -125,12 +129,14 @@ class Replay:
         return batch + DONE
 
     def check(self) -> None:
-        """Every holder has every result, and nothing was computed more often than there are replicas."""
+        """Every holder has every result; each matrix was orthogonalised once, or once by each replica."""
         for held, results in zip(self.held, self.results, strict=True):
             assert all(torch.equal(result, local + DONE) for local, result in zip(held, results, strict=True))
-        replicas = [replicas_of(spec, len(self.plans)) for spec in self.specs]
+        options = self.plans[0].options
+        times = [1 if options.shares(spec) else replicas_of(spec, len(self.plans)) for spec in self.specs]
+        # Parameters of equal numbers can't be told apart, so sums are compared.
         assert sum(int(computed.sum()) for computed in self.computed) == sum(
-            whole.numel() * times for whole, times in zip(self.whole, replicas, strict=True)
+            whole.numel() * each for whole, each in zip(self.whole, times, strict=True)
         )
 
 
@@ -156,35 +162,16 @@ def step_on_numbers(specs: list[ParameterSpec], ranks: int, options: PlanOptions
     replay.check()
 
 
-@st.composite
-def jobs(draw: st.DrawFn) -> tuple[list[ParameterSpec], int]:
-    mesh = draw(st.sampled_from([(1,), (2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (2, 2, 2)]))
-    ranks = math.prod(mesh)
-    specs = []
-    for number in range(draw(st.integers(1, 3))):
-        shape = tuple(draw(st.lists(st.integers(1, 13), min_size=2, max_size=3)))
-        placements = []
-        for axis in range(len(mesh)):
-            dim = draw(st.integers(0, len(shape) - 1))
-            kind = draw(st.sampled_from(["shard", "shard", "replicate", "strided"]))
-            if kind == "strided" and axis + 1 < len(mesh):
-                placements.append(_StridedShard(dim, split_factor=mesh[axis + 1]))
-            else:
-                placements.append(Replicate() if kind == "replicate" else Shard(dim))
-        cuts = sorted(draw(st.sets(st.integers(1, max(shape[-2] - 1, 1)), max_size=3)) - {shape[-2]})
-        rows = tuple(b - a for a, b in itertools.pairwise([0, *cuts, shape[-2]]))
-        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-        specs.append(
-            ParameterSpec(f"p{number}", shape, dtype, rows, Storage(mesh, tuple(range(ranks)), tuple(placements)))
-        )
-    return specs, ranks
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
-@given(job=jobs(), max_batch_bytes=st.sampled_from([1, 3_000, 64 << 20]))
+@given(
+    job=jobs(),
+    max_batch_bytes=st.sampled_from([1, 3_000, 64 << 20]),
+    share_replicas=st.sampled_from([None, True, True, False]),
+)
 @settings(max_examples=100, deadline=None)
-def test_every_element_travels_once_each_way(variant, job, max_batch_bytes):
-    step_on_numbers(*job, PlanOptions(variant=VARIANTS[variant], max_batch_bytes=max_batch_bytes))
+def test_every_element_travels_once_each_way(variant, job, max_batch_bytes, share_replicas):
+    options = PlanOptions(variant=VARIANTS[variant], max_batch_bytes=max_batch_bytes, share_replicas=share_replicas)
+    step_on_numbers(*job, options)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -218,7 +205,7 @@ def test_the_longest_job_goes_first_and_ties_to_the_least_loaded():
 
 def test_equal_shapes_meet_within_the_bound():
     costs, shapes = [6, 6, 3, 3, 3, 3, 1, 1, 1, 1], "aabbbbcccc"
-    owners = shapes_together(costs, list(shapes), (), [0, 0, 0])
+    owners = even(costs, list(shapes), [0, 0, 0])
     loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == worker) for worker in range(3)]
     assert max(loads) <= IMBALANCE * sum(costs) / 3
     assert len(set(zip(owners, shapes, strict=True))) < len(
@@ -235,7 +222,7 @@ def test_owners_never_exceed_what_longest_first_or_the_bound_gives(jobs, workers
     loads = {}
     for name, owners in [
         ("first", longest_first(costs, [0] * workers)),
-        ("meet", shapes_together(costs, shapes, {"a"}, [0] * workers)),
+        ("meet", even(costs, shapes, [0] * workers, free={"a"})),
     ]:
         assert len(owners) == len(costs)
         loads[name] = max(
@@ -261,7 +248,7 @@ def test_owners_of_kimi_debug_are_balanced_as_far_as_its_largest_matrix_allows()
 
 def test_a_rank_outside_the_mesh_is_refused():
     spec = ParameterSpec("a", (4, 4), torch.float32, (4,), Storage((2,), (0, 1), (Shard(0),)))
-    with pytest.raises(ValueError, match="rank 2 is not in the mesh"):
+    with pytest.raises(ValueError, match=r"'a' is on a mesh of ranks .*without rank 2"):
         plan_step([spec], 2)
 
 

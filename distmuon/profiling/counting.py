@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from distmuon.buckets import Patterns
+from distmuon.options import Patterns
 from distmuon.placement import ParameterSpec
 from distmuon.profiling.counter import SOURCES, Counts, LaunchCounter
 from distmuon.profiling.standin import make_optimizer, stand_for

@@ -30,7 +30,6 @@ OPTIMIZER_RANGE = "Optimizer.step#DistMuon.step"
 
 _STEP = re.compile(r"distmuon\.profile/([^/]+)/(\d+)/(\d+)")
 _GLOO_EXCHANGE = "gloo:all_to_all"
-_DIRECTIONS = ("out", "back")
 _COLUMNS = {
     "rank": "int64",
     "variant": "object",
@@ -58,9 +57,9 @@ def sent_bytes(plan: Plan) -> dict[tuple[str, str], int]:
     sent = {}
     for stage in plan.stages:
         if exchange := stage.exchange:
-            own = exchange.ranks.index(plan.rank)
-            for direction, splits in zip(_DIRECTIONS, (exchange.send_splits, exchange.receive_splits), strict=True):
-                sent[stage.name, direction] = (sum(splits) - splits[own]) * exchange.dtype.itemsize
+            if exchange.out:
+                sent[stage.name, "out"] = exchange.bytes_to_others(plan.rank, exchange.out.held_splits)
+            sent[stage.name, "back"] = exchange.bytes_to_others(plan.rank, exchange.back.owned_splits)
     return sent
 
 
@@ -119,7 +118,7 @@ def _step_rows(trace: Trace, step: Event, sent: Mapping[tuple[str, str], int]) -
         )
     seen: Counter[str] = Counter()
     for (_, bucket), (exchange, thread) in zip(issues, carried, strict=True):
-        direction = _DIRECTIONS[seen[bucket]]
+        direction = [direction for name, direction in sent if name == bucket][seen[bucket]]
         seen[bucket] += 1
         size = sent[bucket, direction]
         yield _row("exchange", exchange, bucket=bucket, direction=direction, thread=thread, bytes=size)

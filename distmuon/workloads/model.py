@@ -54,7 +54,9 @@ class Decoder(nn.Module):
     def __init__(self, workload: Workload) -> None:
         super().__init__()
         self.workload = workload
-        self.tok_embeddings = nn.Embedding(workload.vocabulary, workload.width)
+        # Drawing weights that are drawn anew later costs a second where "meta" has it import a compiler.
+        table = torch.empty(workload.vocabulary, workload.width)
+        self.tok_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(Layer(workload, dense=n < workload.dense_layers) for n in range(workload.layers))
         self.norm = nn.RMSNorm(workload.width)
         self.output = nn.Linear(workload.width, workload.vocabulary, bias=False)

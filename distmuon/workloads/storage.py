@@ -9,11 +9,11 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from distmuon.buckets import Patterns
 from distmuon.matrices import matrix_rows
 from distmuon.names import choose
+from distmuon.options import Patterns, PlanOptions
 from distmuon.placement import ParameterSpec, Storage
-from distmuon.plan import Plan, PlanOptions, plan_step
+from distmuon.plan import Plan, plan_step
 from distmuon.routing import split_parameters
 from distmuon.variants import Variant, get_variant
 from distmuon.workloads.config import WORKLOADS, Workload, get_workload

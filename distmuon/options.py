@@ -1,0 +1,87 @@
+"""What a plan is asked for, and what follows for a single parameter: what travels, and over which mesh axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from distmuon.names import choose
+from distmuon.newton_schulz.costs import MAX_BATCH_BYTES, NS_ALGORITHMS, batch_bytes, gemm_flops
+from distmuon.placement import ParameterSpec
+from distmuon.variants import Variant
+
+#: Name patterns of the parameters of each bucket.
+Patterns = Sequence[Sequence[str]]
+
+#: Replicas share the work where that saves so many FLOPs for each byte that it sends in addition: what a GPU of 400
+#: TFLOP/s does while a network of 50 GB/s moves a byte.
+FLOPS_PER_BYTE = 8_000
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a plan is asked for, beside the parameters; names and meaning are those of ``DistMuon``."""
+
+    buckets: Patterns | None = None
+    variant: Variant = field(default_factory=Variant)
+    ns_dtype: torch.dtype = torch.bfloat16
+    ns_algorithm: str = "standard"
+    max_batch_bytes: int = MAX_BATCH_BYTES
+    share_replicas: bool | None = None
+    capturable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.capturable and self.variant.elementwise != "bucket":
+            raise ValueError("capturable=True needs a variant with elementwise='bucket', as 'fused' is")
+        choose("ns_algorithm", self.ns_algorithm, NS_ALGORITHMS)
+        if self.max_batch_bytes <= 0:
+            raise ValueError(f"max_batch_bytes is {self.max_batch_bytes}: give a positive number of bytes")
+        if self.share_replicas not in (None, True, False):
+            raise ValueError(f"share_replicas is {self.share_replicas!r}: choose None, True or False")
+
+    @property
+    def by_shape(self) -> bool:
+        """Whether all matrices of one shape are batched together."""
+        return self.variant.ns_batching == "shape"
+
+    def batch_bytes(self, rows: int, cols: int) -> int:
+        """Bytes that one matrix takes in a Newton-Schulz batch: its place in the stack, scratch, fp32 staging."""
+        return batch_bytes(rows, cols, self.ns_dtype.itemsize, self.ns_algorithm)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What travels for parameters of ``dtype``."""
+        narrower = self.variant.wire_dtype == "newton_schulz" and self.ns_dtype.itemsize < dtype.itemsize
+        return self.ns_dtype if narrower else dtype
+
+    def shares(self, spec: ParameterSpec) -> bool:
+        """Whether the replicas of a parameter share its matrices, each orthogonalised once over all of them.
+
+        A matrix of n elements, cut over S ranks in each of R replicas, sends 2 R n (1 - 1/S) elements if each replica
+        works by itself. Shared it goes out from one replica, n (1 - 1/S), and back to all, n (R - 1/S): fewer for
+        S > 2, as many for S = 2, and n (R - 1) for S = 1, where nothing would travel.
+        """
+        if not spec.replica_axes or self.share_replicas is False:
+            return False
+        if self.share_replicas:
+            return True
+        assert spec.storage is not None
+        sizes = spec.storage.mesh_shape
+        replicas = math.prod(sizes[axis] for axis in spec.replica_axes)
+        flops = more = 0.0
+        for rows, axes in zip(spec.matrix_rows, spec.cut_axes, strict=True):
+            holders = math.prod(sizes[axis] for axis in axes)
+            flops += (replicas - 1) * gemm_flops(rows, spec.cols, 5, self.ns_algorithm)
+            more += (replicas - 1) * (2 / holders - 1) * rows * spec.cols * self.wire_dtype(spec.dtype).itemsize
+        return flops >= FLOPS_PER_BYTE * more
+
+    def exchange_axes(self, spec: ParameterSpec) -> tuple[int, ...]:
+        """The mesh axes along which its matrices are exchanged: those that cut some of them, and those that share."""
+        cut = {axis for axes in spec.cut_axes for axis in axes}
+        return tuple(sorted(cut.union(spec.replica_axes if self.shares(spec) else ())))
+
+    def exchanged(self, spec: ParameterSpec) -> tuple[bool, ...]:
+        """Which matrices of a slice take part in the exchange; the others are orthogonalised where they lie."""
+        return tuple(self.shares(spec) or bool(axes) for axes in spec.cut_axes)

@@ -1,0 +1,177 @@
+"""What every rank of a job does in a step, stage by stage: work and bytes, without laying out a plan for each.
+
+Its cost follows the number of matrices: parameters of one layout have their parts counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distmuon.assignment import Round, assign, whole_costs
+from distmuon.drafts import Draft
+from distmuon.matrices import Matrix
+from distmuon.options import PlanOptions
+from distmuon.placement import BATCH, ParameterSpec, regions, replicas_of, within
+from distmuon.plan import make_drafts
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StageTotals:
+    """One stage; arrays have an entry for each rank of the job, as :attr:`StepTotals.ranks` orders them.
+
+    Attributes:
+        name: of the bucket.
+        groups: positions, in those arrays, of the ranks that exchange with one another; none without an exchange.
+        bound: what no assignment of owners can beat, max(mean, largest matrix) of each group's GEMM cost.
+        owned_cost: GEMM cost (:func:`distmuon.matrices.gemm_cost`) of the exchanged matrices that a rank owns.
+        whole_cost: of those that it orthogonalises where they lie.
+        matrices: how many it owns.
+        out_sent: bytes to other ranks on the way out.
+        out_received: bytes from other ranks on the way out.
+        back_sent: bytes to other ranks on the way back.
+        back_received: bytes from other ranks on the way back.
+    """
+
+    name: str
+    groups: tuple[Counts, ...]
+    bound: tuple[float, ...]
+    owned_cost: Counts
+    whole_cost: Counts
+    matrices: Counts
+    out_sent: Counts
+    out_received: Counts
+    back_sent: Counts
+    back_received: Counts
+
+    def imbalance_to_bound(self) -> float:
+        """The largest GEMM cost that a rank owns relative to its group's bound, in the worst group; 1 without any."""
+        pairs = zip(self.groups, self.bound, strict=True)
+        return max((float(self.owned_cost[group].max() / bound) for group, bound in pairs if bound), default=1.0)
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """All stages of a step, over ``ranks``."""
+
+    ranks: tuple[int, ...]
+    stages: tuple[StageTotals, ...]
+
+    def cost(self) -> Counts:
+        """GEMM cost of each rank over the step."""
+        return self._over_stages("owned_cost") + self._over_stages("whole_cost")
+
+    def sent_bytes(self) -> Counts:
+        """Bytes that each rank sends to others in a step, both ways."""
+        return self._over_stages("out_sent") + self._over_stages("back_sent")
+
+    def imbalance(self) -> float:
+        """The largest GEMM cost of a rank over the step relative to the mean."""
+        cost = self.cost()
+        return float(cost.max() / cost.mean())
+
+    def _over_stages(self, name: str) -> Counts:
+        return np.sum([getattr(stage, name) for stage in self.stages], axis=0)
+
+
+def step_totals(parameters: Iterable[ParameterSpec], options: PlanOptions | None = None) -> StepTotals:
+    """Work and bytes of every rank of a job.
+
+    Parameters that need no exchange are counted in the stages in which the first rank handles them.
+
+    Args:
+        parameters: on meshes; all that any rank has.
+        options: as for :func:`distmuon.plan.plan_step`.
+
+    Raises:
+        ValueError: as for ``plan_step``, or a parameter without a mesh.
+    """
+    parameters = tuple(parameters)
+    options = options or PlanOptions()
+    ranks = sorted({rank for spec in parameters if spec.storage for rank in spec.storage.ranks})
+    if plain := next((spec.name for spec in parameters if spec.storage is None), None):
+        raise ValueError(f"parameter {plain!r} is a plain tensor: totals over ranks need a mesh")
+    position = {rank: index for index, rank in enumerate(ranks)}
+    drafts = make_drafts(parameters, ranks[0], options)
+    stages = []
+    for draft, rounds in zip(drafts, assign(parameters, drafts, options), strict=True):
+        counts = _Counts(len(ranks))
+        for index in (*draft.exchanged, *draft.whole):
+            for rank, cost in whole_costs(parameters[index], options).items():
+                counts.whole_cost[position[rank]] += cost
+        groups = [np.array([position[rank] for rank in meeting.ranks]) for meeting in rounds.values()]
+        for group, meeting in zip(groups, rounds.values(), strict=True):
+            _add_round(counts, group, parameters, draft, meeting, options)
+        arrays = {each.name: getattr(counts, each.name) for each in fields(counts) if each.name != "size"}
+        bound = tuple(_bound(meeting) for meeting in rounds.values())
+        stages.append(StageTotals(draft.name, tuple(groups), bound, **arrays))
+    return StepTotals(tuple(ranks), tuple(stages))
+
+
+@dataclass
+class _Counts:
+    size: int
+    owned_cost: Counts = field(init=False)
+    whole_cost: Counts = field(init=False)
+    matrices: Counts = field(init=False)
+    out_sent: Counts = field(init=False)
+    out_received: Counts = field(init=False)
+    back_sent: Counts = field(init=False)
+    back_received: Counts = field(init=False)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if not each.init:
+                setattr(self, each.name, np.zeros(self.size, dtype=np.int64))
+
+
+def _add_round(
+    counts: _Counts,
+    group: Counts,
+    parameters: Sequence[ParameterSpec],
+    draft: Draft,
+    meeting: Round,
+    options: PlanOptions,
+) -> None:
+    """Count one exchange; matrices whose parts lie alike are counted together."""
+    itemsize = options.wire_dtype(parameters[draft.exchanged[0]].dtype).itemsize
+    runs = {index: parameters[index].runs(meeting.ranks[0], draft.axes) for index in draft.exchanged}
+    alike: dict[object, list[tuple[Matrix, int]]] = {}
+    for matrix, owner in zip(meeting.matrices, meeting.owners, strict=True):
+        spec = parameters[matrix.parameter]
+        stack = within(runs[matrix.parameter][BATCH], matrix.batch, matrix.batch + 1)[0].holder
+        alike.setdefault((spec.shape, spec.storage, matrix.row, matrix.rows, stack), []).append((matrix, owner))
+        counts.owned_cost[group[owner]] += matrix.cost
+        counts.matrices[group[owner]] += 1
+    for members in alike.values():
+        matrix = members[0][0]
+        spec = parameters[matrix.parameter]
+        replicas = spec.replicas(draft.axes)
+        offsets = replicas_of(0, replicas)
+        parts: dict[int, int] = {}
+        for holder, region in regions(matrix, runs[matrix.parameter]):
+            parts[holder] = parts.get(holder, 0) + region.numel * itemsize
+        whole = sum(parts.values())
+        near = dict.fromkeys(offsets, 0)
+        for _, owner in members:
+            offset = sum(owner // step % size * step for size, step in replicas)
+            near[offset] += 1
+            own = parts.get(owner - offset, 0)
+            counts.out_sent[group[owner]] -= own
+            counts.out_received[group[owner]] += whole - own
+            counts.back_sent[group[owner]] += whole * len(offsets) - own
+            counts.back_received[group[owner]] -= own
+        holders, held = np.array(list(parts)), np.array(list(parts.values()))
+        for offset, owned in near.items():
+            counts.out_sent[group[holders + offset]] += held * owned
+            counts.back_received[group[holders + offset]] += held * len(members)
+
+
+def _bound(meeting: Round) -> float:
+    costs = [matrix.cost for matrix in meeting.matrices]
+    return max(sum(costs) / len(meeting.ranks), *costs) if costs else 0.0

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distmuon.commandline import Parser, one_of
-from distmuon.names import shorten
+from distmuon.commandline import Parser, one_of, table
 from distmuon.profiling.merge import merge_traces
 from distmuon.profiling.ranks import RankTraces, missing_ranks, shown_ranks, trace_files
 from distmuon.profiling.trace import Trace
@@ -117,29 +116,6 @@ def merge(arguments: argparse.Namespace) -> None:
     merge_traces(run, arguments.merge)
     shown = shown_ranks([trace.rank or 0 for trace in run.traces])
     print(f"{arguments.merge}: ranks {shown}, a process each; open it in ui.perfetto.dev", file=sys.stderr)
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows as aligned text: numbers to the right, "n/a" for what cannot be told."""
-    cells = [list(rows[0]), *([written(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    numeric = [not isinstance(value, str) for value in rows[0].values()]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if right else text.ljust(width)
-            for text, width, right in zip(line, widths, numeric, strict=True)
-        ).rstrip()
-        for line in cells
-    )
-
-
-def written(value: Any) -> str:
-    """A value of a table as text."""
-    if value is None:
-        return "n/a"
-    if isinstance(value, dict):
-        return ", ".join(f"{count} {name}" for name, count in value.items()) or "0"
-    return f"{value:.4f}" if isinstance(value, float) else shorten(str(value), 80)
 
 
 def note_what_is_missing(traces: Sequence[Trace], range_name: str | None) -> None:

@@ -244,6 +244,10 @@ class Trace:
         found = [activity for correlation in launched for activity in self._activity.get(correlation, ())]
         return sorted(found, key=lambda activity: activity.start_us)
 
+    def launches_in(self, event: Event) -> list[tuple[float, list[Activity]]]:
+        """When each launch inside ``event`` was made, and the device activity that it started."""
+        return [(start_us, self._activity.get(id, [])) for start_us, id, _ in self._launches_in(event)]
+
     def lost_in(self, event: Event) -> int:
         """How many kernels were launched inside ``event`` whose activity the trace lacks: it ends before they ran."""
         return sum(is_kernel and id not in self._activity for _, id, is_kernel in self._launches_in(event))

@@ -22,7 +22,7 @@ from typing import Any
 
 from distmuon.commandline import Parser, one_of, table
 from distmuon.profiling.merge import merge_traces
-from distmuon.profiling.ranks import RankTraces, missing_ranks, shown_ranks, trace_files
+from distmuon.profiling.ranks import RankTraces, missing_ranks, shown_ranks
 from distmuon.profiling.trace import Trace
 from distmuon.profiling.tracefile import TraceError
 
@@ -62,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def read(arguments: argparse.Namespace) -> None:
     """Show the ranges of each trace, or each occurrence of one of them."""
-    traces = [Trace(file) for path in arguments.traces for file in trace_files(path)]
+    traces = [trace for path in arguments.traces for trace in RankTraces(path, partial=arguments.partial).traces]
     if arguments.range:
         found: list[dict[str, Any]] = [
             {

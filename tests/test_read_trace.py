@@ -82,7 +82,7 @@ def test_what_cannot_be_told_is_not_available_and_null_in_json(call: Call, tmp_p
 def test_what_traces_lack_is_said_beside_the_figures(call: Call, tmp_path: Path) -> None:
     write_rank(tmp_path, 0, 4)
     write_rank(tmp_path, 2, 4, [*STEP, launch(8, 90)])
-    code, _, errors = call(tmp_path, "--range", "step")
+    code, _, errors = call(tmp_path, "--partial", "--range", "step")
     assert code == 0
     assert "note: ranks 1, 3 of this run are not among these traces" in errors
     assert "rank2.trace.json: the trace ends before 1 kernels of occurrence 1 ran" in errors
@@ -145,14 +145,14 @@ def test_mistakes_are_refused_by_name(
     assert not (tmp_path / "c.json").exists()
 
 
-@pytest.mark.parametrize("option", [["--merge", "merged.json"], ["--compare", "--range", "step"]])
+@pytest.mark.parametrize("option", [["--merge", "merged.json"], ["--compare", "--range", "step"], ["--range", "step"]])
 def test_ranks_that_are_missing_are_an_error_unless_a_part_is_asked_for(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for rank in (2, 3):
         write_rank(tmp_path, rank, 4)
-    folders = ["."] if "--merge" in option else [".", "."]
+    folders = [".", "."] if "--compare" in option else ["."]
     code, _, errors = call(*folders, *option)
     assert code == 2
     assert "ranks are missing: 0-1" in errors

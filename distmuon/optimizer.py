@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,20 +14,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from distmuon.agreement import agree, host_group
+from distmuon.agreement import Claims, agree, host_group
 from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
 from distmuon.gradients import GradientAgreement, GradientPolicy, checked_gradient
 from distmuon.matrices import RowBlocks, matrix_rows, refuse_unmatched
-from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients, coefficients_by_step
+from distmuon.names import choose
+from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients
 from distmuon.options import Patterns, PlanOptions
 from distmuon.placement import ParameterSpec, Storage
 from distmuon.plan import Plan, plan_step
+from distmuon.settings import GROUP_KEYS, Settings, group_settings
 from distmuon.state import loading, named
-from distmuon.step import LocalParameter, Settings, StepRunner
+from distmuon.step import LocalParameter, StepRunner
 from distmuon.variants import Variant, get_variant
-
-ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
 
 
 class DistMuon(torch.optim.Optimizer):
@@ -123,6 +124,9 @@ class DistMuon(torch.optim.Optimizer):
         self._row_blocks = row_blocks
         self._plan: Plan | None = None
         self.skipped_steps = 0
+        #: Keys that groups were given.
+        self._given: set[str] = set()
+        self._host = host_group() if dist.is_initialized() else None
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -134,7 +138,10 @@ class DistMuon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "row_blocks": None,
         }
-        super().__init__(params, defaults)
+        try:
+            super().__init__(params, defaults)
+        except Exception as error:
+            self._agree({}, error)
         self._set_up()
 
     @property
@@ -145,6 +152,10 @@ class DistMuon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters and plan anew; collective, as construction is."""
+        if isinstance(param_group, dict):
+            if "params" not in param_group:
+                raise ValueError(f"a parameter group needs 'params'; this one has {', '.join(map(repr, param_group))}")
+            self._given.update(param_group)
         super().add_param_group(param_group)
         if self._plan is not None:
             self._set_up()
@@ -169,13 +180,13 @@ class DistMuon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tensors: list[LocalParameter] = []
-        error: ValueError | None = None
+        error: Exception | None = None
         try:
-            for number, group in enumerate(self.param_groups):
-                settings = _settings(group, self._options)
-                for name, parameter in named(number, group):
+            for group, names in zip(self.param_groups, self._names, strict=True):
+                settings = group_settings(group, self._options)
+                for name, parameter in zip(names, group["params"], strict=True):
                     tensors.append(self._local(name, parameter, settings))
-        except ValueError as found:
+        except (ValueError, TypeError) as found:
             error = found
         if self._agreement is None:
             if error:
@@ -210,53 +221,62 @@ class DistMuon(torch.optim.Optimizer):
         """Also of a copy, which plans anew: copying is collective, as construction is."""
         super().__setstate__(state)
         if "_plan" not in self.__dict__:
-            self._process_group, self._groups = None, {}
+            self._process_group, self._groups, self._given = None, {}, set()
+            self._host = host_group() if dist.is_initialized() else None
             self._set_up()
 
     def _set_up(self) -> None:
-        """Check, agree with the other ranks, plan, and reserve state and buffers."""
+        """Check, plan, reserve state and buffers, and agree with the other ranks."""
         error: Exception | None = None
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        together = self._process_group is not None or any(isinstance(parameter, DTensor) for parameter in parameters)
-        group = host_group() if together else None
-        specs: tuple[ParameterSpec, ...] = ()
+        self._names = [[name for name, _ in named(number, group)] for number, group in enumerate(self.param_groups)]
+        claims: Claims = {}
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
+            for key in self._given.difference(GROUP_KEYS):
+                choose("setting of a parameter group", key, self.defaults)
             self._options = self._make_options()
-            self._policy = self._make_policy()
-            device = _one_device(self.param_groups)
+            policy = self._policy = self._make_policy()
+            settings = [group_settings(group, self._options) for group in self.param_groups]
+            device = _one_device(parameters, self._names)
             specs = self._specs()
+            claims = _claims(specs, settings, self._options, policy)
             plan = plan_step(specs, rank, self._options)
             for parameter, spec in zip(parameters, specs, strict=True):
                 if "momentum_buffer" not in self.state[parameter]:
                     momentum = torch.zeros_like(parameter, dtype=spec.dtype, requires_grad=False)
                     self.state[parameter]["momentum_buffer"] = momentum
             buffers = Buffers(plan, device)
-        except (ValueError, TypeError, RuntimeError) as found:  # RuntimeError: out of memory
+        except Exception as found:
             error = found
-        if group is not None:
-            agree({} if error else self._claims(specs), error, group)
-        elif error:
-            raise error
+        self._agree({} if error else claims, error)
         self._plan = plan
         self._find_groups(plan, parameters)
         exchanger = Exchanger(plan, self._groups, buffers, device)
         self._runner = StepRunner(plan, buffers, exchanger)
-        self._agreement = GradientAgreement(self._policy, specs, rank, group) if self._policy.needs_agreement else None
+        self._agreement = GradientAgreement(policy, specs, rank, self._host) if policy.needs_agreement else None
+
+    def _agree(self, claims: Claims, error: Exception | None) -> None:
+        """Raise ``error``; of several ranks all raise, or none."""
+        if self._host is not None:
+            agree(claims, error, self._host)
+        elif error:
+            raise error
 
     def _specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe every parameter, checking it and the settings of its group."""
+        """Describe every parameter, checking it."""
         specs: list[ParameterSpec] = []
-        names = [name for number, group in enumerate(self.param_groups) for name, _ in named(number, group)]
+        names = list(chain.from_iterable(self._names))
+        _refuse_no_row_blocks(self._row_blocks)
         refuse_unmatched("row_blocks", self._row_blocks or (), names)
-        for number, group in enumerate(self.param_groups):
-            _settings(group, self._options)
+        for number, (group, its_names) in enumerate(zip(self.param_groups, self._names, strict=True)):
             blocks = group["row_blocks"]
+            _refuse_no_row_blocks(blocks)
             if blocks and self._row_blocks and dict(blocks) != dict(self._row_blocks):
                 raise ValueError(f"row_blocks is {self._row_blocks!r}, but a group carries {blocks!r}: give it once")
             blocks = group["row_blocks"] = dict(blocks or self._row_blocks or {}) or None
             refuse_unmatched("row_blocks", blocks or (), names)
-            for name, parameter in named(number, group):
+            for name, parameter in zip(its_names, group["params"], strict=True):
                 if not parameter.is_floating_point() or parameter.dtype == torch.float16:
                     raise TypeError(
                         f"parameter {name!r} is {parameter.dtype}: give bfloat16, float32 or float64 matrices"
@@ -273,22 +293,6 @@ class DistMuon(torch.optim.Optimizer):
         if duplicate:
             raise ValueError(f"two parameters are named {duplicate!r}: patterns and plans need distinct names")
         return tuple(specs)
-
-    def _claims(self, specs: tuple[ParameterSpec, ...]) -> dict[tuple[int, ...], list[tuple[str, str]]]:
-        """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
-        settings = [_settings(group, self._options) for group in self.param_groups for _ in group["params"]]
-        common = [(option.name, repr(getattr(self._options, option.name))) for option in fields(self._options)]
-        claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-        for spec, own in zip(specs, settings, strict=True):
-            if spec.storage:
-                items = claims.setdefault(spec.storage.ranks, list(common))
-                items.append(
-                    (f"parameter {len(items) - len(common)} there", f"{spec}, {replace(own, lr=float(own.lr))}")
-                )
-        claims.setdefault(tuple(range(dist.get_world_size())), []).insert(
-            0, ("missing_gradients or non_finite", repr(self._policy))
-        )
-        return claims
 
     def _find_groups(self, plan: Plan, parameters: list[Tensor]) -> None:
         """The process group of each exchange, from the mesh of a parameter that takes part in it."""
@@ -312,35 +316,13 @@ class DistMuon(torch.optim.Optimizer):
         return LocalParameter(_plain(parameter), local, _plain(momentum), settings)
 
 
+def _refuse_no_row_blocks(blocks: object) -> None:
+    if blocks is not None and not (isinstance(blocks, Mapping) and all(isinstance(key, str) for key in blocks)):
+        raise TypeError(f"row_blocks is {blocks!r}: give a dict, name pattern -> rows of each matrix")
+
+
 def _options(variant: str | Variant, **options: Any) -> PlanOptions:
     return PlanOptions(variant=get_variant(variant), **options)
-
-
-def _settings(group: dict[str, Any], options: PlanOptions) -> Settings:
-    """The settings of a group, as numbers but for a learning rate that must not be read.
-
-    Raises:
-        ValueError: a setting out of range, named.
-    """
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr is a tensor of {lr.numel()} elements: give one")
-    if options.capturable and not isinstance(lr, Tensor):
-        raise ValueError(f"capturable=True reads no number on the host: lr is {lr}, give a tensor")
-    if isinstance(lr, Tensor):
-        # Not read to a number: what it is multiplied with is rounded to its dtype then, as torch.optim.Muon does.
-        lr = lr.view(()) if options.capturable else lr.detach().cpu().view(())
-    values = {field.name: group[field.name] for field in fields(Settings)} | {"lr": lr}
-    for name in ("lr", "weight_decay", "momentum", "eps"):
-        if not (options.capturable and name == "lr") and not values[name] >= 0.0:
-            raise ValueError(f"{name} is {values[name]}: it can't be negative")
-    if values["adjust_lr_fn"] not in ADJUST_LR_FNS:
-        raise ValueError(f"adjust_lr_fn is {values['adjust_lr_fn']!r}: choose one of {ADJUST_LR_FNS}")
-    ns_steps = group["ns_steps"]
-    if not 0 < ns_steps < 100:
-        raise ValueError(f"ns_steps is {ns_steps}: give 1 to 99")
-    values["ns_coefficients"] = coefficients_by_step(values["ns_coefficients"], ns_steps, options.ns_algorithm)
-    return Settings(**values)
 
 
 def _storage(parameter: Tensor, group: dist.ProcessGroup | None) -> Storage | None:
@@ -352,11 +334,29 @@ def _storage(parameter: Tensor, group: dist.ProcessGroup | None) -> Storage | No
     return Storage(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(parameter.placements))
 
 
-def _one_device(groups: list[dict[str, Any]]) -> torch.device:
+def _claims(
+    specs: Sequence[ParameterSpec], settings: Sequence[Settings], options: PlanOptions, policy: GradientPolicy
+) -> Claims:
+    """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
+    common = [(option.name, repr(getattr(options, option.name))) for option in fields(options)]
+    claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+    for spec in specs:
+        if spec.storage:
+            items = claims.setdefault(spec.storage.ranks, list(common))
+            own = replace(settings[spec.group], lr=float(settings[spec.group].lr))
+            items.append((f"parameter {len(items) - len(common)} there", f"{spec}, {own}"))
+    if dist.is_initialized():
+        everyone = claims.setdefault(tuple(range(dist.get_world_size())), [])
+        everyone.insert(0, ("missing_gradients or non_finite", repr(policy)))
+    return claims
+
+
+def _one_device(parameters: Iterable[Tensor], names: Iterable[Iterable[str]]) -> torch.device:
     devices: dict[torch.device, str] = {}
-    for number, group in enumerate(groups):
-        for name, parameter in named(number, group):
-            devices.setdefault(_plain(parameter).device, name)
+    for parameter, name in zip(parameters, chain.from_iterable(names), strict=True):
+        devices.setdefault(_plain(parameter).device, name)
+    if not devices:
+        raise ValueError("there are no parameters: give every rank at least one")
     if len(devices) > 1:
         shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ValueError(f"the parameters are on several devices ({shown}): move them to one")

@@ -100,7 +100,7 @@ def losses(model: nn.Module, optimizers: Sequence[Any], steps: range, rank: int 
 
 
 class MuonOnMatrices:
-    """``torch.optim.Muon``, which takes 2-D parameters alone, with a parameter for each matrix: a view of the model's."""
+    """``torch.optim.Muon``, which takes 2-D parameters alone, with one for each matrix: a view of the model's."""
 
     def __init__(self, split: Split) -> None:
         (group,) = split.muon

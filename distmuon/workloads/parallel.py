@@ -1,10 +1,9 @@
 """A model over ranks: two meshes, experts split over ``ep`` with their tokens sent to them, FSDP over the rest.
 
 Dense parameters lie ``Shard(0)`` on the mesh ("dp_shard",). Experts lie on ("efsdp", "ep"): whole experts over ``ep``,
-and FSDP shards what each ``ep`` rank has over ``efsdp``. With replicas (HSDP) both meshes have a first axis "replicate".
-Gradients are summed over ranks, never averaged: the loss of a
-rank is its share of the mean over all tokens (see ``training``), so the sum is the gradient of that mean, whichever
-ranks an expert's tokens came from.
+and FSDP shards what each ``ep`` rank has over ``efsdp``. With replicas (HSDP) both meshes have an axis "replicate"
+before these. Gradients are summed over ranks, never averaged: the loss of a rank is its share of the mean over all
+tokens (see ``training``), so the sum is the gradient of that mean, whichever ranks an expert's tokens came from.
 """
 
 from __future__ import annotations

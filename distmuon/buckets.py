@@ -37,8 +37,8 @@ def make_buckets(parameters: Sequence[ParameterSpec], options: PlanOptions) -> t
     Args:
         parameters: in the order of the optimizer.
         options: ``buckets`` are the name patterns of each (``fnmatchcase``); the first bucket that matches takes a
-            parameter. None: chosen by group of ranks, then so that equal shapes share a bucket if they are batched, else
-            by size.
+            parameter. None: chosen by group of ranks, then by size, or if matrices are batched by shape so that equal
+            shapes share a bucket.
 
     Raises:
         ValueError: a pattern matches nothing, or a parameter is in no bucket; both are named.
@@ -199,7 +199,7 @@ def _best_halves(parameters: Sequence[ParameterSpec], blocks: Sequence[list[int]
 
 
 def _time(parameters: Sequence[ParameterSpec], indices: Sequence[int], ranks: int) -> float:
-    """How long the owners of these parameters' matrices would take, in GEMM cost: the busiest, and batches on average."""
+    """How long the owners of these parameters' matrices take, in GEMM cost: the busiest, and batches on average."""
     shapes = [shape for index in indices for shape, count in parameters[index].shapes.items() for _ in range(count)]
     loads = [0] * ranks
     owners = even([gemm_cost(*shape[:2]) for shape in shapes], shapes, loads)

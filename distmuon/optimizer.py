@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -212,13 +212,7 @@ class DistMuon(torch.optim.Optimizer):
     def _claims(self, specs: tuple[ParameterSpec, ...]) -> dict[tuple[int, ...], list[tuple[str, str]]]:
         """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
         settings = [_settings(group, self._options) for group in self.param_groups for _ in group["params"]]
-        common = [
-            ("the buckets", repr(self._options.buckets)),
-            (
-                "variant, ns_dtype, ns_algorithm, max_batch_bytes or share_replicas",
-                repr(replace(self._options, buckets=None)),
-            ),
-        ]
+        common = [(option.name, repr(getattr(self._options, option.name))) for option in fields(self._options)]
         claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
         for spec, own in zip(specs, settings, strict=True):
             if spec.storage:

@@ -175,11 +175,8 @@ def one_more(rank: int, ranks: int) -> str:
         (other_order, ["parameter 0", "rank 0: 'b'", "'a'"]),
         (other_shapes, ["parameter 0", "rank 0: 'a' of shape (6, 3)", "rank 1: 'a' of shape (4, 3)"]),
         (other_settings, ["parameter 0", "lr=0.1", "lr=0.2"]),
-        (other_buckets, ["the buckets", "[('a', 'b')]", "[('a',), ('b',)]"]),
-        (
-            other_variant,
-            ["variant, ns_dtype, ns_algorithm or max_batch_bytes", "packing='region'", "packing='parameter'"],
-        ),
+        (other_buckets, ["on buckets", "[('a', 'b')]", "[('a',), ('b',)]"]),
+        (other_variant, ["on variant", "packing='region'", "packing='parameter'"]),
         (one_more, ["'b'", "nothing"]),
     ],
 )

@@ -108,15 +108,18 @@ def step_totals(parameters: Iterable[ParameterSpec], options: PlanOptions | None
         raise ValueError(f"parameter {plain!r} is a plain tensor: totals over ranks need a mesh")
     position = {rank: index for index, rank in enumerate(ranks)}
     drafts = make_drafts(parameters, ranks[0], options)
-    kinds = {(spec.shape, spec.storage) for spec in parameters if spec.storage}
-    stored = {key: (np.array([position[rank] for rank in key[1].ranks]), _stored(*key)) for key in kinds}
+    stored = {
+        (shape, storage): (np.array([position[rank] for rank in storage.ranks]), _stored(shape, storage))
+        for shape, storage in {(spec.shape, spec.storage) for spec in parameters}
+        if storage
+    }
     stages = []
     for draft, rounds in zip(drafts, assign(parameters, drafts, options), strict=True):
         counts = _Counts(len(ranks))
         for index in (*draft.exchanged, *draft.whole):
             for rank, cost in whole_costs(parameters[index], options).items():
                 counts.whole_cost[position[rank]] += cost
-            here, numel = stored[parameters[index].shape, parameters[index].storage]
+            here, numel = stored[parameters[index].shape, parameters[index].storage]  # type: ignore[index]
             counts.local_numel[here] += numel
             if index in draft.whole:
                 counts.whole_numel[here] += numel

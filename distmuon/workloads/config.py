@@ -251,19 +251,28 @@ class Workload:
 
     @property
     def published_buckets(self) -> tuple[tuple[str, ...], ...]:
+        """Buckets of two layers each, as in the published profile."""
+        return self.layer_buckets(2)
+
+    def layer_buckets(self, layers: int) -> tuple[tuple[str, ...], ...]:
         """Buckets as patterns of parameter names, in order; the first that matches takes the parameter.
 
-        The dense layers, then two layers at a time; the routed experts of each apart from the rest, as they may need no
-        exchange. Without experts two layers at a time from the start. Embedding, head and the last norm are in none:
-        they are not Muon's.
+        The dense layers, then so many layers at a time; the routed experts of each apart from the rest, as they may
+        need no exchange. Without experts so many at a time from the start. Embedding, head and the last norm are in
+        none: they are not Muon's.
+
+        Raises:
+            ValueError: fewer than one layer.
         """
-        paired = self.dense_layers if self.experts else 0
-        buckets = [tuple(f"layers.{layer}.*" for layer in range(paired))] if paired else []
-        for first in range(paired, self.layers, 2):
-            pair = range(first, min(first + 2, self.layers))
+        if layers < 1:
+            raise ValueError(f"a bucket of {layers} layers: give at least 1")
+        joined = self.dense_layers if self.experts else 0
+        buckets = [tuple(f"layers.{layer}.*" for layer in range(joined))] if joined else []
+        for first in range(joined, self.layers, layers):
+            members = range(first, min(first + layers, self.layers))
             if self.experts:
-                buckets.append(tuple(f"layers.{layer}.moe.experts.*" for layer in pair))
-            buckets.append(tuple(f"layers.{layer}.*" for layer in pair))
+                buckets.append(tuple(f"layers.{layer}.moe.experts.*" for layer in members))
+            buckets.append(tuple(f"layers.{layer}.*" for layer in members))
         return tuple(buckets)
 
     def divided(self, divisor: int) -> Workload:

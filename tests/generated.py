@@ -14,7 +14,18 @@ from distmuon.placement import ParameterSpec, Storage
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[list[ParameterSpec], int]:
+def jobs(draw: st.DrawFn, parts: bool = False) -> tuple[list[ParameterSpec], int]:
+    """Parameters and the number of ranks; with ``parts`` each on a mesh of some of the ranks, else all on one."""
+    if parts:
+        ranks = draw(st.integers(2, 6))
+        everyone = range(ranks)
+        specs = []
+        for number in range(draw(st.integers(1, 6))):
+            members = tuple(draw(st.permutations(everyone)))[: draw(st.integers(1, ranks))]
+            storage = Storage((len(members),), members, (draw(st.sampled_from([Shard(0), Shard(1), Replicate()])),))
+            shape = draw(st.sampled_from([(6, 4), (4, 6), (12, 4), (5, 3)]))
+            specs.append(ParameterSpec(f"p{number}", shape, torch.float32, (shape[0],), storage))
+        return specs, ranks
     mesh = draw(st.sampled_from([(1,), (2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (2, 2, 2), (2, 1, 3), (2, 2, 1, 2)]))
     ranks = math.prod(mesh)
     order = draw(st.permutations(range(ranks)))

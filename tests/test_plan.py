@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from distmuon import PUBLISHED_BUCKETS, VARIANTS, plan_for
 from distmuon.options import PlanOptions
 from distmuon.owners import IMBALANCE, even, longest_first
 from distmuon.placement import ParameterSpec, Storage
-from distmuon.plan import plan_step
+from distmuon.plan import Plan, plan_step
+from distmuon.schedule import Stage
 
 
 def local_numbers(spec: ParameterSpec, rank: int) -> torch.Tensor:
@@ -36,8 +39,15 @@ class Replay:
 
     def __init__(self, specs: list[ParameterSpec], ranks: int, options: PlanOptions) -> None:
         self.specs = specs
-        self.plans = [plan_step(specs, rank, options) for rank in range(ranks)]
-        self.held = [[local_numbers(spec, rank).contiguous() for spec in specs] for rank in range(ranks)]
+        #: The parameters that each rank knows: those on a mesh that holds it.
+        self.known = [
+            [number for number, spec in enumerate(specs) if spec.storage is None or rank in spec.storage.ranks]
+            for rank in range(ranks)
+        ]
+        self.plans = [plan_step([specs[number] for number in self.known[rank]], rank, options) for rank in range(ranks)]
+        self.held = [
+            [local_numbers(specs[number], rank).contiguous() for number in self.known[rank]] for rank in range(ranks)
+        ]
         self.results = [[torch.full_like(local, -1) for local in locals_] for locals_ in self.held]
         self.whole = [torch.arange(math.prod(spec.shape)).view(spec.shape3) for spec in specs]
         self.computed = [torch.zeros_like(numbers) for numbers in self.whole]
@@ -49,16 +59,15 @@ class Replay:
             for stage, buffer in zip(plan.stages, work[rank], strict=True):
                 for copy in stage.moves:
                     self.fill(copy.packed.of(buffer), copy.place.of(self.held[rank][copy.parameter]))
-        orders = {tuple(stage.name for stage in plan.stages if stage.exchange) for plan in self.plans}
-        assert len(orders) == 1, "ranks issue their exchanges in the same order"
-        exchanging = {
-            (stage.name, stage.exchange.ranks) for plan in self.plans for stage in plan.stages if stage.exchange
-        }
-        joined = {key: self.members(*key) for key in sorted(exchanging)}
+        exchanges = [[self.rounds(rank, stage) for stage in plan.stages if stage.exchange] for rank, plan in self.all()]
+        for one, other in itertools.combinations(range(len(self.plans)), 2):
+            common = [[key for key in exchanges[rank] if {one, other} <= set(key[1])] for rank in (one, other)]
+            assert common[0] == common[1], "ranks issue the exchanges that they share in the same order"
+        joined = {key: self.members(key) for keys in exchanges for key in keys}
         for (_, ranks), members in joined.items():
             assert sorted(members) == sorted(ranks), "every rank of the group joins"
             stages = [self.plans[rank].stages[members[rank]] for rank in ranks]
-            assert len({(stage.exchange.matrices, stage.exchange.owners) for stage in stages}) == 1
+            assert len({stage.exchange.owners for stage in stages}) == 1
             if any(stage.exchange.out is None for stage in stages):
                 assert all(stage.exchange.out is None for stage in stages)
                 continue
@@ -81,7 +90,8 @@ class Replay:
                     source, target = (buffer, buffer) if batch.in_work else (held, result)
                     shape = (batch.matrices, batch.rows, batch.cols)
                     numbers = batch.place.of(source).reshape(shape)
-                    target.view(-1)[batch.offset : batch.offset + batch.numel] = self.orthogonalize(numbers).flatten()
+                    done = self.orthogonalize(numbers)
+                    target.view(-1)[batch.offset : batch.offset + batch.numel] = done.flatten()
                 for copy in stage.moves:
                     self.fill(copy.place.of(self.results[rank][copy.parameter]), copy.packed.of(buffer))
         for (_, ranks), members in joined.items():
@@ -98,13 +108,22 @@ class Replay:
                 for copy in stage.exchange.back.held:
                     self.fill(copy.place.of(self.results[rank][copy.parameter]), copy.packed.of(packed))
 
-    def members(self, name: str, ranks: tuple[int, ...]) -> dict[int, int]:
+    def all(self) -> Iterator[tuple[int, Plan]]:
+        """Every rank and its plan."""
+        return enumerate(self.plans)
+
+    def rounds(self, rank: int, stage: Stage) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """What tells an exchange from others whatever else a rank knows: its matrices and its ranks."""
+        matrices = (matrix._replace(parameter=self.known[rank][matrix.parameter]) for matrix in stage.exchange.matrices)
+        return tuple(map(tuple, matrices)), stage.exchange.ranks
+
+    def members(self, key: tuple[object, ...]) -> dict[int, int]:
         """Position of the stage in each rank's plan."""
         return {
             rank: index
-            for rank, plan in enumerate(self.plans)
+            for rank, plan in self.all()
             for index, stage in enumerate(plan.stages)
-            if stage.exchange and (stage.name, stage.exchange.ranks) == (name, ranks)
+            if stage.exchange and self.rounds(rank, stage) == key
         }
 
     @staticmethod
@@ -172,6 +191,14 @@ def step_on_numbers(specs: list[ParameterSpec], ranks: int, options: PlanOptions
 def test_every_element_travels_once_each_way(variant, job, max_batch_bytes, share_replicas):
     options = PlanOptions(variant=VARIANTS[variant], max_batch_bytes=max_batch_bytes, share_replicas=share_replicas)
     step_on_numbers(*job, options)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(job=jobs(parts=True), share_replicas=st.sampled_from([None, True, False]))
+@settings(max_examples=150, deadline=None)
+def test_ranks_that_know_different_parameters_agree_on_what_they_share(variant, job, share_replicas):
+    """Pipeline stages, expert groups on some of the ranks: meshes that overlap, contain one another or neither."""
+    step_on_numbers(*job, PlanOptions(variant=VARIANTS[variant], share_replicas=share_replicas))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -11,8 +11,9 @@ stages without an exchange that follow it have computed, so they fill the wait f
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -66,11 +67,14 @@ class StepRunner:
         plan: this rank's plan.
         buffers: of the plan.
         exchanger: for its exchanges.
+        orthogonalize: what to call for each batch.
     """
 
-    def __init__(self, plan: Plan, buffers: Buffers, exchanger: Exchanger) -> None:
-        scratch = Scratch(keep=plan.options.capturable)
-        self._stages = [_StageRunner(stage, plan, buffers, exchanger, scratch) for stage in plan.stages]
+    def __init__(
+        self, plan: Plan, buffers: Buffers, exchanger: Exchanger, orthogonalize: Callable[..., None] = orthogonalize_
+    ) -> None:
+        call = partial(orthogonalize, scratch=Scratch(keep=plan.options.capturable))
+        self._stages = [_StageRunner(stage, plan, buffers, exchanger, call) for stage in plan.stages]
 
     def run(self, tensors: Sequence[LocalParameter]) -> None:
         """Update the parameters in place; ``tensors`` has one entry for each parameter of the plan."""
@@ -114,12 +118,14 @@ class _Link(NamedTuple):
 class _StageRunner:
     """One stage. Views of buffers, places in updates and lists of what is handled together are made once."""
 
-    def __init__(self, stage: Stage, plan: Plan, buffers: Buffers, exchanger: Exchanger, scratch: Scratch) -> None:
+    def __init__(
+        self, stage: Stage, plan: Plan, buffers: Buffers, exchanger: Exchanger, orthogonalize: Callable[..., None]
+    ) -> None:
         self._stage = stage
         self._exchanger = exchanger
         self._options = plan.options
         self._counting = buffers.counting
-        self._scratch = scratch
+        self._orthogonalize = orthogonalize
         self._kept: dict[Hashable, Tensor] = {}
         self._pieces = {index: plan.pieces(index) for index in stage.parameters}
         self._specs = {index: plan.parameters[index] for index in stage.parameters}
@@ -252,7 +258,7 @@ class _StageRunner:
                 self._orthogonalize_(matrices, out, tensors[batch.parameter].settings)
 
     def _orthogonalize_(self, matrices: Tensor, out: Tensor | None, settings: Settings) -> None:
-        orthogonalize_(
+        self._orthogonalize(
             matrices,
             out,
             triples=settings.ns_coefficients,
@@ -261,7 +267,6 @@ class _StageRunner:
             ns_algorithm=self._options.ns_algorithm,
             counting=self._counting,
             max_bytes=self._options.max_batch_bytes,
-            scratch=self._scratch,
         )
 
     def _apply(self, tensors: Sequence[LocalParameter]) -> None:

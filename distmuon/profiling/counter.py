@@ -120,7 +120,7 @@ class LaunchCounter(TorchDispatchMode):
             for part, activity in activity_of(func, args, keywords, result, self._toolchain):
                 self._add(func, part, activity)
             self._note(func, args)
-            self.counts.operators_in[self._range()] += func.namespace == "aten"
+            self.counts.operators_in[self.place] += func.namespace == "aten"
         return result
 
     def _add(self, func: Any, part: str, activity: Activity) -> None:
@@ -130,7 +130,7 @@ class LaunchCounter(TorchDispatchMode):
         source = self._source(func, part)
         before = self.counts.by_source.get(source, Activity())
         self.counts.by_source[source] = Activity(*(a + b for a, b in zip(before, activity, strict=True)))
-        self.counts.launches_in[self._range()] += activity.launches
+        self.counts.launches_in[self.place] += activity.launches
 
     def _note(self, func: Any, args: tuple[Any, ...]) -> None:
         """What is counted beside device activity."""
@@ -143,12 +143,13 @@ class LaunchCounter(TorchDispatchMode):
             own = splits[dist.ProcessGroup.unbox(group).rank()]
             self.counts.wire_bytes += (sum(splits) - own) * source.dtype.itemsize
 
-    def _range(self) -> tuple[str, str]:
+    @property
+    def place(self) -> tuple[str, str]:
         """The phase and the bucket that are under way; blank outside of a step."""
         return next((found for name in reversed(self._ranges) if (found := parse(name))), ("", ""))
 
     def _source(self, func: Any, part: str) -> str:
-        phase, _ = self._range()
+        phase, _ = self.place
         if (phase, part) not in _SOURCE_OF:
             raise NotImplementedError(
                 f"{func} launches in phase {phase!r} of a step: no source is named for {part!r} there"

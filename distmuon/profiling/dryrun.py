@@ -5,16 +5,20 @@ What runs is :class:`distmuon.step.StepRunner`, as in training; exchanges move n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
 from distmuon.modelling.loads import StageLaunches
-from distmuon.newton_schulz import COEFFICIENTS
+from distmuon.newton_schulz import COEFFICIENTS, orthogonalize_
 from distmuon.plan import Plan
-from distmuon.profiling.counter import Counts, LaunchCounter
+from distmuon.profiling.counter import LaunchCounter
 from distmuon.schedule import Stage
 from distmuon.step import LocalParameter, Settings, StepRunner
 from distmuon.workloads.config import LEARNING_RATE, MUON_RECIPE
@@ -38,8 +42,21 @@ class _MovesNothing(Exchanger):
         """Nothing is waited for."""
 
 
-def count_plan(plan: Plan, toolchain: str = "rocm") -> Counts:
-    """What a step of this plan launches and dispatches, but for its collectives; with the recipe's settings."""
+@dataclass(frozen=True)
+class DryRun:
+    """What a step does, collectives aside, by phase and bucket.
+
+    Attributes:
+        launches: of device activity.
+        operators: ATen operators dispatched, views among them.
+    """
+
+    launches: Counter[tuple[str, str]]
+    operators: Counter[tuple[str, str]]
+
+
+def dry_run(plan: Plan, toolchain: str = "rocm") -> DryRun:
+    """Step once with the recipe's settings."""
     meta = torch.device("meta")
     settings = Settings(
         lr=LEARNING_RATE,
@@ -54,10 +71,32 @@ def count_plan(plan: Plan, toolchain: str = "rocm") -> Counts:
     for spec in plan.parameters:
         parameter, gradient, momentum = torch.empty((3, *spec.local_shape(plan.rank)), dtype=spec.dtype, device=meta)
         tensors.append(LocalParameter(parameter, gradient, momentum, settings))
-    runner = StepRunner(plan, Buffers(plan, meta), _MovesNothing())
-    with torch.no_grad(), LaunchCounter(toolchain) as counter:
+    counter = LaunchCounter(toolchain)
+    runner = StepRunner(plan, Buffers(plan, meta), _MovesNothing(), _Remembering(counter))
+    with torch.no_grad(), counter:
         runner.run(tensors)
-    return counter.counts
+    return DryRun(counter.counts.launches_in, counter.counts.operators_in)
+
+
+class _Remembering:
+    """Newton-Schulz, of which calls of one kind are dispatched once: a rank may make ten thousand of a few kinds."""
+
+    def __init__(self, counter: LaunchCounter) -> None:
+        self._counter = counter
+        self._known: dict[object, tuple[int, int]] = {}
+
+    def __call__(self, matrices: Tensor, out: Tensor | None, **settings: Any) -> None:
+        place = self._counter.place
+        launches, operators = self._counter.counts.launches_in, self._counter.counts.operators_in
+        kind = tuple((each.shape, each.stride(), each.dtype) for each in (matrices, out) if each is not None)
+        if kind in self._known:
+            more = self._known[kind]
+            launches[place] += more[0]
+            operators[place] += more[1]
+            return
+        before = launches[place], operators[place]
+        orthogonalize_(matrices, out, **settings)
+        self._known[kind] = launches[place] - before[0], operators[place] - before[1]
 
 
 def stage_launches(plan: Plan, counted: Mapping[tuple[str, str], int]) -> dict[str, StageLaunches]:
@@ -65,7 +104,7 @@ def stage_launches(plan: Plan, counted: Mapping[tuple[str, str], int]) -> dict[s
 
     Args:
         plan: of one rank.
-        counted: of its step, by phase and bucket: ``launches_in`` of its counts, or ``operators_in``.
+        counted: of its step, by phase and bucket: the launches of its dry run, or the operators.
     """
     batches = sum(len(stage.batches) for stage in plan.stages)
     in_batches = sum(number for (phase, _), number in counted.items() if phase == "newton_schulz")

@@ -18,7 +18,7 @@ from distmuon.modelling import Assumptions, Replay, replay
 from distmuon.modelling.loads import StageLoad, loads_of
 from distmuon.options import Patterns, PlanOptions
 from distmuon.plan import Plan, plan_step
-from distmuon.profiling.dryrun import count_plan, stage_launches
+from distmuon.profiling.dryrun import dry_run, stage_launches
 from distmuon.profiling.memory import peak_rss_bytes, torch_rss_bytes
 from distmuon.totals import StepTotals, step_totals
 from distmuon.variants import Variant, get_variant
@@ -142,10 +142,10 @@ def plan_job(job: Job) -> Planned:
     plan = plan_step(parameters, job.rank, options)
     totals = step_totals(parameters, options)
     plan_seconds = time.process_time() - start
-    counts = count_plan(plan)
-    loads = loads_of(parameters, options, totals, stage_launches(plan, counts.launches_in))
+    launches = dry_run(plan).launches
+    loads = loads_of(parameters, options, totals, stage_launches(plan, launches))
     replayed = replay(loads, job.assumptions)
-    return Planned(job, plan, totals, plan_seconds, counts.launches, loads, replayed, peak_rss_bytes())
+    return Planned(job, plan, totals, plan_seconds, launches.total(), loads, replayed, peak_rss_bytes())
 
 
 def plan_each(jobs: Iterable[Job]) -> Iterator[dict[str, Any]]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 
 #: For each mesh, by its global ranks, what this rank is about to do with it: (what, value) items in order.
 Claims = Mapping[tuple[int, ...], Sequence[tuple[str, str]]]
+
+
+#: How long ranks wait for one another, which may have a model to load first.
+TIME_LIMIT = timedelta(minutes=10)
 
 
 def host_group() -> dist.ProcessGroup:
@@ -34,10 +39,17 @@ def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup) -> 
 
     Raises:
         ValueError: ranks differ, or another rank found an error; names the first difference and the ranks.
+        RuntimeError: a rank has not come here within :data:`TIME_LIMIT`.
         Exception: ``error`` itself, on the rank that found it.
     """
+    try:
+        _meet(group)
+    except RuntimeError as absent:
+        raise error or absent from None
     digests = {mesh: hashlib.sha256(repr(tuple(items)).encode()).hexdigest() for mesh, items in claims.items()}
-    gathered = _gather((digests, error and f"{type(error).__name__}: {error}"), group)
+    gathered = gather(
+        "compares parameters and settings", (digests, error and f"{type(error).__name__}: {error}"), group
+    )
     if error:
         raise error
     for rank, (_, message) in enumerate(gathered):
@@ -46,14 +58,57 @@ def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup) -> 
     meshes = sorted({mesh for theirs, _ in gathered for mesh in theirs})
     different = [mesh for mesh in meshes if len({gathered[rank][0].get(mesh) for rank in mesh}) > 1]
     if different:
-        everything = _gather(dict(claims), group)
+        everything = gather("finds the difference", dict(claims), group)
         mesh = different[0]
         raise ValueError(_first_difference(mesh, {rank: everything[rank].get(mesh, ()) for rank in mesh}))
 
 
-def _gather(value: object, group: dist.ProcessGroup) -> list:
+def _meet(group: dist.ProcessGroup) -> None:
+    """Wait until all ranks are here, as far as the backend can say who is not."""
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        return
+    try:
+        dist.monitored_barrier(group, TIME_LIMIT, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"not all ranks constructed DistMuon within {TIME_LIMIT}; where torch.distributed is initialized it takes "
+            f"all of them, also those with plain tensors. {error}"
+        ) from None
+
+
+def collective_failure(what: str, group: dist.ProcessGroup, error: RuntimeError) -> RuntimeError:
+    """What to raise from the error of a collective, so that it says where it happened.
+
+    Args:
+        what: the collective, and what it is for.
+        group: of the collective.
+        error: which becomes the cause.
+    """
+    ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+    return RuntimeError(
+        f"on rank {dist.get_rank()} {what} among ranks {ranks} failed: one of them died, stopped, came too late or "
+        f"raised alone ({str(error).splitlines()[0]})"
+    )
+
+
+def gather(what: str, value: object, group: dist.ProcessGroup | None) -> list:
+    """The values of all ranks, by rank; without a group that of this rank alone.
+
+    Args:
+        what: it is gathered for, as an error names it.
+        value: of this rank.
+        group: that takes host objects.
+
+    Raises:
+        RuntimeError: another rank has gone.
+    """
+    if group is None:
+        return [value]
     gathered: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
+    try:
+        dist.all_gather_object(gathered, value, group=group)
+    except RuntimeError as error:
+        raise collective_failure(f"the all_gather that {what}", group, error) from error
     return gathered
 
 

@@ -20,7 +20,8 @@ from distmuon.newton_schulz import COEFFICIENTS, orthogonalize_
 from distmuon.plan import Plan
 from distmuon.profiling.counter import LaunchCounter
 from distmuon.schedule import Stage
-from distmuon.step import LocalParameter, Settings, StepRunner
+from distmuon.settings import Settings
+from distmuon.step import LocalParameter, StepRunner
 from distmuon.workloads.config import LEARNING_RATE, MUON_RECIPE
 
 _BEGIN, _EXCHANGE, _FINISH = ("momentum", "pack"), ("unpack", "repack"), ("return_unpack", "apply")
@@ -85,7 +86,7 @@ class _Remembering:
         self._counter = counter
         self._known: dict[object, tuple[int, int]] = {}
 
-    def __call__(self, matrices: Tensor, out: Tensor | None, **settings: Any) -> None:
+    def __call__(self, matrices: Tensor, out: Tensor | None = None, **settings: Any) -> None:
         place = self._counter.place
         launches, operators = self._counter.counts.launches_in, self._counter.counts.operators_in
         kind = tuple((each.shape, each.stride(), each.dtype) for each in (matrices, out) if each is not None)

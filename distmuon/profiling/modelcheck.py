@@ -18,22 +18,21 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import pandas as pd
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from distmuon.folders import claim, fresh
 from distmuon.matrices import Shape
 from distmuon.modelling import Assumptions, Replay, replay
 from distmuon.modelling.loads import StageLoad, loads_of
-from distmuon.newton_schulz import COEFFICIENTS
 from distmuon.newton_schulz.costs import gemm_flops
-from distmuon.newton_schulz.iterations import standard
-from distmuon.newton_schulz.scratch import FRESH
 from distmuon.options import PlanOptions
 from distmuon.placement import ParameterSpec
 from distmuon.plan import plan_step
@@ -263,10 +262,15 @@ def _gemm_flops(parameters: list[ParameterSpec]) -> float:
     flops = seconds = 0.0
     for (rows, cols, _), matrices in counts.items():
         x = torch.randn(min(rows, cols), max(rows, cols)) / (rows * cols) ** 0.5
-        work = matrices * gemm_flops(rows, cols, 1)
-        flops += work
-        seconds += matrices * _seconds(lambda x=x: standard(x, (COEFFICIENTS,), None, FRESH, None))
+        flops += matrices * gemm_flops(rows, cols, 1)
+        seconds += matrices * _seconds(partial(_iterate, x))
     return flops / seconds
+
+
+def _iterate(x: Tensor) -> Tensor:
+    """The matrix products of one Newton-Schulz iteration."""
+    gram = torch.mm(x, x.mT)
+    return torch.mm(torch.mm(gram, gram), x)
 
 
 def _memory_bandwidth(parameters: list[ParameterSpec], operator_s: float) -> float:

@@ -11,7 +11,7 @@ stages without an exchange that follow it have computed, so they fill the wait f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -51,11 +51,14 @@ class StepRunner:
         plan: this rank's plan.
         buffers: of the plan.
         exchanger: for its exchanges.
+        orthogonalize: what to call for each batch.
     """
 
-    def __init__(self, plan: Plan, buffers: Buffers, exchanger: Exchanger) -> None:
+    def __init__(
+        self, plan: Plan, buffers: Buffers, exchanger: Exchanger, orthogonalize: Callable[..., None] = orthogonalize_
+    ) -> None:
         scratch = Scratch(keep=plan.options.capturable)
-        self._stages = [_StageRunner(stage, plan, buffers, exchanger, scratch) for stage in plan.stages]
+        self._stages = [_StageRunner(stage, plan, buffers, exchanger, scratch, orthogonalize) for stage in plan.stages]
         self._fused = plan.options.variant.elementwise == "bucket"
         self._scratch = scratch if plan.options.capturable else None
         #: A parameter of each kind.
@@ -168,7 +171,15 @@ class _Together(NamedTuple):
 class _StageRunner:
     """One stage. Views of buffers, places in updates and lists of what is handled together are made once."""
 
-    def __init__(self, stage: Stage, plan: Plan, buffers: Buffers, exchanger: Exchanger, scratch: Scratch) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        plan: Plan,
+        buffers: Buffers,
+        exchanger: Exchanger,
+        scratch: Scratch,
+        orthogonalize: Callable[..., None],
+    ) -> None:
         options = plan.options
         self._stage = stage
         self._exchanger = exchanger
@@ -179,7 +190,7 @@ class _StageRunner:
         self._fused = options.variant.elementwise == "bucket"
         self._together = _together(stage, plan, self._fused)
         self._orthogonalize_ = partial(
-            orthogonalize_,
+            orthogonalize,
             ns_dtype=options.ns_dtype,
             ns_algorithm=options.ns_algorithm,
             scale_free=options.scale_free,

@@ -64,11 +64,15 @@ class Settings:
     workload: str = "tiny"
     ranks: int = 4
     ep: int = 2
-    steps: int = 80
+    steps: int = 60
     tokens: int = 64
     lr: float = 3e-3
     adamw_lr: float = 3e-3
-    weights: tuple[str, ...] = ("layers.0.attention.wo.weight", "layers.1.moe.experts.w1")
+    weights: tuple[str, ...] = (
+        "layers.0.attention.wo.weight",
+        "layers.0.feed_forward.w2.weight",
+        "layers.1.moe.experts.w1",
+    )
     every: int = 5
     seed: int = 0
     device: str = "auto"

@@ -63,11 +63,12 @@ class Training:
 
     def steps(self) -> pd.DataFrame:
         """A row a run and step, from rank 0: ``run``, ``step``, ``loss``, ``grad_norm``, ``forward_ms``, ``step_ms``,
-        and ``elapsed_s``, that run's own time from its first step to the end of this one.
+        and ``elapsed_s``, that run's own time from the end of its first step, which warms up, to the end of this one.
         """
         frame = self._frame("steps")
-        spent = frame["forward_ms"] + frame["step_ms"]
-        return frame.assign(elapsed_s=spent.groupby(frame["run"]).cumsum() / 1e3)
+        spent_s = (frame["forward_ms"] + frame["step_ms"]) / 1e3
+        by_run = spent_s.groupby(frame["run"])
+        return frame.assign(elapsed_s=by_run.cumsum() - by_run.transform("first"))
 
     def looks(self) -> pd.DataFrame:
         """A row a run, watched weight and step that was looked at: ``departure`` and ``update_rms`` of the update,

@@ -24,14 +24,16 @@ def loss_curves(losses: pd.DataFrame) -> Figure:
     figure, panels = axes(columns=2, height=3.6)
     resumed = losses[losses["run"] == RESUMED]
     start = resumed["step"].min()
-    for axis, (x, label) in zip(panels, {"step": "step", "elapsed_s": "time of that run (s)"}.items(), strict=True):
+    for axis, (x, label) in zip(
+        panels, {"step": "step", "elapsed_s": "own time after the first step (s)"}.items(), strict=True
+    ):
         for run, (colour, _, line) in zip(_ORDER, VARIANTS, strict=False):
             mine = losses[losses["run"] == run]
             axis.plot(mine[x], mine["loss"], color=colour, linewidth=0.7, alpha=0.5)
             axis.plot(mine[x], mine["smooth"], line, color=colour, linewidth=2.2, label=run)
         axis.set(xlabel=label, ylabel="loss (nats a token)")
     left = panels[0]
-    left.axvline(start, color=INK, linewidth=0.8, linestyle=":")
+    left.axvline(start, ymax=0.75, color=INK, linewidth=0.8, linestyle=":")
     ring: dict[str, Any] = {"markersize": 4, "markerfacecolor": "none", "markeredgewidth": 0.8}
     left.plot(resumed["step"], resumed["loss"], "o", color=INK, label=f"{DISTMUON}, resumed at {start:g}", **ring)
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -57,7 +59,8 @@ def updates_and_norms(looks: pd.DataFrame) -> Figure:
             axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
             if row == 0:
                 axis.set_title(_two_lines(weight), fontsize=9)
-    panels[0].legend(frameon=False, fontsize=8.5)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
     return figure
 
 

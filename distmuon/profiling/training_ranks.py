@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
@@ -232,6 +233,8 @@ def train_rank(settings: Settings, folder: Path, checkpoint_from: Path | None) -
         torch.set_num_threads(1)  # the ranks share the cores
     else:
         torch.cuda.set_device(device)
+    # It warns that experts, which lie on two axes, are gathered one axis after the other.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     names = [DISTMUON, ADAMW] if checkpoint_from is None else [RESUMED]
     # What resumes starts from other weights, so that only a checkpoint that is read makes it go on.
     seed = settings.seed if checkpoint_from is None else settings.seed + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pandas as pd
 
 from distmuon.profiling.training import Training
@@ -58,7 +60,8 @@ def weights_table(found: Training) -> pd.DataFrame:
     """A row a watched weight and optimizer: its updates over the run, its norms before and after."""
     looks, spectra = found.looks(), found.spectra()
     rows = []
-    for (weight, run), mine in looks.groupby(["weight", "run"], sort=False):
+    for weight, run in product(found.settings.weights, (DISTMUON, ADAMW)):
+        mine = looks[(looks["weight"] == weight) & (looks["run"] == run)]
         largest = spectra[(spectra["weight"] == weight) & (spectra["run"] == run) & (spectra["index"] == 0)]
         by_time = largest.set_index("time")["value"]
         rows.append(
@@ -88,9 +91,9 @@ def loss_finding(found: Training) -> str:
     return (
         f"On the same text DistMuon's loss is lower than AdamW's in {lower} of the last {len(gaps)} steps, and "
         f"{abs(middle):.2f} nats a token {'lower' if middle < 0 else 'higher'} in the median; the last {last} of "
-        f"{found.settings.steps} steps come to {muon['smooth'].iloc[-1]:.2f} and {adamw['smooth'].iloc[-1]:.2f}. After "
-        f"{time_s:.0f} s of its own time, when the quicker of the two is done, DistMuon is at {then[0]:.2f} and AdamW "
-        f"at {then[1]:.2f}."
+        f"{found.settings.steps} steps come to {muon['smooth'].iloc[-1]:.2f} and {adamw['smooth'].iloc[-1]:.2f}. "
+        f"{time_s:.0f} s of its own time after its first step, when the quicker of the two is done, DistMuon is at "
+        f"{then[0]:.2f} and AdamW at {then[1]:.2f}."
     )
 
 

@@ -34,8 +34,10 @@ class DistMuon(torch.optim.Optimizer):
     """Muon over sharded matrices: each is brought to an owner, orthogonalised there, and its update sent back.
 
     Names, defaults and meaning up to ``adjust_lr_fn`` are those of ``torch.optim.Muon``. The update of a matrix depends
-    neither on how it is stored nor on the number of ranks. Construction is collective: all ranks construct it together,
-    and it raises on all of them if they were given different parameters or settings.
+    neither on how it is stored nor on the number of ranks. Where ``torch.distributed`` is initialized construction is
+    collective, whatever the parameters: all ranks of the job construct it together, each with the parameters that it
+    holds, as pipeline stages do. It raises on all of them if one finds an error, or if ranks that share a mesh were
+    given different parameters or settings, or if a rank does not come.
 
     Args:
         params: parameters, named parameters, or groups (dicts with ``params``, best with named ones, and their own
@@ -74,7 +76,8 @@ class DistMuon(torch.optim.Optimizer):
 
     Raises:
         ValueError: a setting, parameter, pattern or placement that can't be used, named; or ranks that differ.
-        TypeError: a parameter that is not a floating point tensor.
+        TypeError: a parameter that is not a floating point tensor, or a setting of another type.
+        RuntimeError: a rank does not construct it.
 
     State is ``momentum_buffer`` for each parameter, from construction, with the parameter's mesh and placements.
     """

@@ -57,14 +57,14 @@ def test_what_happens_to_one_rank_in_a_step_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deed: str, messages: list[str]
 ) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # memory that was freed before is gone
-    start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
-        launch("faulty", [deed, "1"], ranks=RANKS, folder=tmp_path, silence_s=60)
+        launch("faulty", [deed, "1"], ranks=RANKS, folder=tmp_path, silence_s=120)
+    took = time.time() - (tmp_path / "rank1.log").stat().st_mtime  # since it last wrote
     for message in messages:
         assert re.search(message, str(failure.value)), f"{message}\n\n{failure.value}"
     steps = [(tmp_path / f"rank{rank}.log").read_text().count("is about to take step") for rank in range(RANKS)]
     assert steps == [2] * RANKS, "it happens in the second step"
-    assert time.monotonic() - start < 60 + TIME_OUT_S
+    assert took < TIME_OUT_S + 30, "within the time-out, and what it takes to say so on a busy machine"
     assert len(process_ids(tmp_path)) == RANKS
     assert not any(living(process) for process in process_ids(tmp_path))
 

@@ -106,6 +106,8 @@ class GradientAgreement:
             by_mesh.setdefault(ranks, []).append(name)
         everyone = gather("says who has which gradients", by_mesh, group)
         self._keys = sorted({(ranks, name) for meshes in everyone for ranks, names in meshes.items() for name in names})
+        if not any(ranks for ranks, _ in self._keys):  # no rank shares anything, so each goes its own way
+            self._group = None
         self._index = {key: index for index, key in enumerate(self._keys)}
 
     def take_step(self, gradients: Sequence[Tensor | None], error: Exception | None = None) -> bool:

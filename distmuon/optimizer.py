@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from distmuon.agreement import Claims, agree, host_group
 from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
 from distmuon.gradients import GradientAgreement, GradientPolicy, checked_gradient
-from distmuon.matrices import RowBlocks, matrix_rows, refuse_unmatched
-from distmuon.names import choose
+from distmuon.matrices import RowBlocks
 from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients
 from distmuon.options import Patterns, PlanOptions
-from distmuon.placement import ParameterSpec, Storage
+from distmuon.parameters import claims, describe, find_groups, local, names_of, one_device, settle_row_blocks
 from distmuon.plan import Plan, plan_step
-from distmuon.settings import GROUP_KEYS, Settings, group_settings
-from distmuon.state import loading, named
+from distmuon.settings import Settings, group_settings, refuse_unknown_keys
+from distmuon.state import loading
 from distmuon.step import LocalParameter, StepRunner
 from distmuon.variants import Variant, get_variant
 
@@ -34,8 +29,10 @@ class DistMuon(torch.optim.Optimizer):
     """Muon over sharded matrices: each is brought to an owner, orthogonalised there, and its update sent back.
 
     Names, defaults and meaning up to ``adjust_lr_fn`` are those of ``torch.optim.Muon``. The update of a matrix depends
-    neither on how it is stored nor on the number of ranks. Construction is collective: all ranks construct it together,
-    and it raises on all of them if they were given different parameters or settings.
+    neither on how it is stored nor on the number of ranks. Where ``torch.distributed`` is initialized construction is
+    collective, whatever the parameters: all ranks of the job construct it together, each with the parameters that it
+    holds, as pipeline stages do. It raises on all of them if one finds an error, or if ranks that share a mesh were
+    given different parameters or settings, or if a rank does not come.
 
     Args:
         params: parameters, named parameters, or groups (dicts with ``params``, best with named ones, and their own
@@ -74,7 +71,8 @@ class DistMuon(torch.optim.Optimizer):
 
     Raises:
         ValueError: a setting, parameter, pattern or placement that can't be used, named; or ranks that differ.
-        TypeError: a parameter that is not a floating point tensor.
+        TypeError: a parameter that is not a floating point tensor, or a setting that is not what it should be.
+        RuntimeError: a rank does not construct it, or has no room for its state or buffers.
 
     State is ``momentum_buffer`` for each parameter, from construction, with the parameter's mesh and placements.
     """
@@ -191,7 +189,7 @@ class DistMuon(torch.optim.Optimizer):
         if self._agreement is None:
             if error:
                 raise error
-        elif not self._agreement.take_step([local.gradient for local in tensors], error):
+        elif not self._agreement.take_step([each.gradient for each in tensors], error):
             self.skipped_steps += 1
             return loss
         self._runner.run(tensors)
@@ -226,155 +224,50 @@ class DistMuon(torch.optim.Optimizer):
             self._set_up()
 
     def _set_up(self) -> None:
-        """Check, plan, reserve state and buffers, and agree with the other ranks."""
+        """Check, plan, reserve state and buffers, and agree with the other ranks that all could."""
         error: Exception | None = None
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._names = [[name for name, _ in named(number, group)] for number, group in enumerate(self.param_groups)]
-        claims: Claims = {}
+        names = self._names = [names_of(number, group) for number, group in enumerate(self.param_groups)]
+        claimed: Claims = {}
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
-            for key in self._given.difference(GROUP_KEYS):
-                choose("setting of a parameter group", key, self.defaults)
+            refuse_unknown_keys(self._given, self.defaults)
             self._options = self._make_options()
             policy = self._policy = self._make_policy()
             settings = [group_settings(group, self._options) for group in self.param_groups]
-            device = _one_device(parameters, self._names)
-            specs = self._specs()
-            claims = _claims(specs, settings, self._options, policy)
+            device = one_device(parameters, names)
+            settle_row_blocks(self.param_groups, self._row_blocks, [name for each in names for name in each])
+            specs = describe(self.param_groups, names, self._options.momentum_dtype, self._process_group)
+            claimed = claims(specs, settings, self._options, policy)
             plan = plan_step(specs, rank, self._options)
             for parameter, spec in zip(parameters, specs, strict=True):
                 if "momentum_buffer" not in self.state[parameter]:
                     momentum = torch.zeros_like(parameter, dtype=spec.dtype, requires_grad=False)
                     self.state[parameter]["momentum_buffer"] = momentum
             buffers = Buffers(plan, device)
-        except Exception as found:
+        except Exception as found:  # out of memory, too
             error = found
-        self._agree({} if error else claims, error)
+        self._agree({} if error else claimed, error)
         self._plan = plan
-        self._find_groups(plan, parameters)
-        exchanger = Exchanger(plan, self._groups, buffers, device)
-        self._runner = StepRunner(plan, buffers, exchanger)
+        find_groups(plan, parameters, self._process_group, self._groups)
+        self._runner = StepRunner(plan, buffers, Exchanger(plan, self._groups, buffers, device))
         self._agreement = GradientAgreement(policy, specs, rank, self._host) if policy.needs_agreement else None
 
-    def _agree(self, claims: Claims, error: Exception | None) -> None:
+    def _agree(self, claimed: Claims, error: Exception | None) -> None:
         """Raise ``error``; of several ranks all raise, or none."""
         if self._host is not None:
-            agree(claims, error, self._host)
+            agree(claimed, error, self._host)
         elif error:
             raise error
-
-    def _specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe every parameter, checking it."""
-        specs: list[ParameterSpec] = []
-        names = list(chain.from_iterable(self._names))
-        _refuse_no_row_blocks(self._row_blocks)
-        refuse_unmatched("row_blocks", self._row_blocks or (), names)
-        for number, (group, its_names) in enumerate(zip(self.param_groups, self._names, strict=True)):
-            blocks = group["row_blocks"]
-            _refuse_no_row_blocks(blocks)
-            if blocks and self._row_blocks and dict(blocks) != dict(self._row_blocks):
-                raise ValueError(f"row_blocks is {self._row_blocks!r}, but a group carries {blocks!r}: give it once")
-            blocks = group["row_blocks"] = dict(blocks or self._row_blocks or {}) or None
-            refuse_unmatched("row_blocks", blocks or (), names)
-            for name, parameter in zip(its_names, group["params"], strict=True):
-                if not parameter.is_floating_point() or parameter.dtype == torch.float16:
-                    raise TypeError(
-                        f"parameter {name!r} is {parameter.dtype}: give bfloat16, float32 or float64 matrices"
-                    )
-                shape = tuple(parameter.shape)
-                rows = matrix_rows(name, shape, blocks)
-                try:
-                    storage = _storage(parameter, self._process_group)
-                    dtype = self._options.momentum_dtype or parameter.dtype
-                    specs.append(ParameterSpec(name, shape, dtype, rows, storage, number))
-                except ValueError as refused:
-                    raise ValueError(f"parameter {name!r}: {refused}") from None
-        duplicate = next((name for index, name in enumerate(names) if name in names[:index]), None)
-        if duplicate:
-            raise ValueError(f"two parameters are named {duplicate!r}: patterns and plans need distinct names")
-        return tuple(specs)
-
-    def _find_groups(self, plan: Plan, parameters: list[Tensor]) -> None:
-        """The process group of each exchange, from the mesh of a parameter that takes part in it."""
-        for spec, parameter in zip(plan.parameters, parameters, strict=True):
-            axes = plan.options.exchange_axes(spec)
-            if not axes or spec.storage is None:
-                continue
-            ranks = tuple(sorted(spec.storage.group(plan.rank, axes)))
-            if ranks not in self._groups:
-                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-                group = _group_of_axes(mesh, axes, ranks) if mesh else self._process_group
-                assert group is not None
-                self._groups[ranks] = group
 
     def _local(self, name: str, parameter: Tensor, settings: Settings) -> LocalParameter:
         momentum = self.state[parameter]["momentum_buffer"]
         # Without a dtype of its own the momentum has the gradient's, so that nothing is cast.
         dtype = momentum.dtype if self._options.momentum_dtype is None else None
         gradient = checked_gradient(name, parameter, dtype, self._policy)
-        local = None if gradient is None else _plain(gradient)
-        return LocalParameter(_plain(parameter), local, _plain(momentum), settings)
-
-
-def _refuse_no_row_blocks(blocks: object) -> None:
-    if blocks is not None and not (isinstance(blocks, Mapping) and all(isinstance(key, str) for key in blocks)):
-        raise TypeError(f"row_blocks is {blocks!r}: give a dict, name pattern -> rows of each matrix")
+        held = None if gradient is None else local(gradient)
+        return LocalParameter(local(parameter), held, local(momentum), settings)
 
 
 def _options(variant: str | Variant, **options: Any) -> PlanOptions:
     return PlanOptions(variant=get_variant(variant), **options)
-
-
-def _storage(parameter: Tensor, group: dist.ProcessGroup | None) -> Storage | None:
-    """Where a parameter lies; a plain one is a replica on every rank of ``group``, if there is one."""
-    if not isinstance(parameter, DTensor):
-        ranks = dist.get_process_group_ranks(group) if group else ()
-        return Storage((len(ranks),), tuple(ranks), (Replicate(),)) if ranks else None
-    mesh = parameter.device_mesh
-    return Storage(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(parameter.placements))
-
-
-def _claims(
-    specs: Sequence[ParameterSpec], settings: Sequence[Settings], options: PlanOptions, policy: GradientPolicy
-) -> Claims:
-    """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
-    common = [(option.name, repr(getattr(options, option.name))) for option in fields(options)]
-    claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-    for spec in specs:
-        if spec.storage:
-            items = claims.setdefault(spec.storage.ranks, list(common))
-            own = replace(settings[spec.group], lr=float(settings[spec.group].lr))
-            items.append((f"parameter {len(items) - len(common)} there", f"{spec}, {own}"))
-    if dist.is_initialized():
-        everyone = claims.setdefault(tuple(range(dist.get_world_size())), [])
-        everyone.insert(0, ("missing_gradients or non_finite", repr(policy)))
-    return claims
-
-
-def _one_device(parameters: Iterable[Tensor], names: Iterable[Iterable[str]]) -> torch.device:
-    devices: dict[torch.device, str] = {}
-    for parameter, name in zip(parameters, chain.from_iterable(names), strict=True):
-        devices.setdefault(_plain(parameter).device, name)
-    if not devices:
-        raise ValueError("there are no parameters: give every rank at least one")
-    if len(devices) > 1:
-        shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise ValueError(f"the parameters are on several devices ({shown}): move them to one")
-    return next(iter(devices))
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    # Not to_local(), which makes a view: three a parameter and step are most of what the host does for a small model.
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _group_of_axes(mesh: DeviceMesh, axes: tuple[int, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of ``ranks``, which are those along ``axes``."""
-    if len(axes) == 1:
-        return mesh.get_group(axes[0])
-    if names := mesh.mesh_dim_names:  # a mesh keeps what it flattens, so that the next optimizer finds it
-        part = mesh if len(axes) == mesh.ndim else mesh[tuple(names[axis] for axis in axes)]
-        return part._flatten().get_group()
-    made = dist.new_group(list(ranks), use_local_synchronization=True)
-    assert made is not None
-    return made

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
+from distmuon.names import choose
 from distmuon.newton_schulz import Triple, coefficients_by_step
 from distmuon.options import PlanOptions
 
@@ -19,6 +21,16 @@ GROUP_KEYS = (
     *("params", "param_names", "name", "initial_lr", "swa_lr"),
     *("max_lr", "min_lr", "base_momentum", "max_momentum"),
 )
+
+
+def refuse_unknown_keys(given: set[str], defaults: Mapping[str, Any]) -> None:
+    """Refuse a setting that a group was given and that there is not: a typing error would pass silently otherwise.
+
+    Raises:
+        ValueError: with the nearest valid name.
+    """
+    for key in sorted(given.difference(GROUP_KEYS)):
+        choose("setting of a parameter group", key, defaults)
 
 
 @dataclass(frozen=True)

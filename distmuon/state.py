@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from distmuon.matrices import clean_name, matrix_rows
-
-Group = dict[str, Any]
+from distmuon.parameters import Group, names_of
 
 _SHOWN = 4  # names in a message
 
@@ -29,12 +28,6 @@ class Matched(NamedTuple):
     momenta: list[Tensor | None]
 
 
-def named(number: int, group: Group) -> list[tuple[str, Tensor]]:
-    """Names, without wrappers' prefixes, and parameters of group ``number``; unnamed ones are numbered."""
-    names = group.get("param_names") or [f"group{number}.{index}" for index in range(len(group["params"]))]
-    return [(clean_name(name), parameter) for name, parameter in zip(names, group["params"], strict=True)]
-
-
 def match(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Matched:
     """Find what a state dict holds for each parameter.
 
@@ -47,7 +40,8 @@ def match(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Matched:
         ValueError: it is of other parameters (says what is missing and what is extra), shapes or matrices, or of
             another optimizer; or the parameters of one group were saved with several settings.
     """
-    own = [(name, parameter) for number, group in enumerate(groups) for name, parameter in named(number, group)]
+    named = [list(zip(names_of(number, group), group["params"], strict=True)) for number, group in enumerate(groups)]
+    own = [each for of_group in named for each in of_group]
     theirs = state_dict["param_groups"]
     by_name = _have_names(groups) and _have_names(theirs)
     sources = _by_name([name for name, _ in own], theirs) if by_name else _by_position(groups, theirs)
@@ -64,8 +58,8 @@ def match(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Matched:
     source = iter(sources)
     return Matched(
         [
-            _with_settings(named(number, group), group, [next(source)[0] for _ in group["params"]])
-            for number, group in enumerate(groups)
+            _with_settings(of_group, group, [next(source)[0] for _ in of_group])
+            for of_group, group in zip(named, groups, strict=True)
         ],
         momenta,
     )

@@ -69,7 +69,7 @@ class StepRunner:
         rates = {}
         for kind, index in self._kinds.items():
             results = self._scratch.results("rates", kind) if self._scratch else None
-            rates[kind] = _Rates(tensors[index].settings, kind, self._fused, results)
+            rates[kind] = _Rates(tensors[index].settings, tensors[index].parameter.dtype, self._fused, results)
         upcoming = [stage for stage in self._stages if stage.exchanges]
         unfinished: list[_StageRunner] = []
         hide = bool(upcoming)  # the first exchange, which no earlier stage hides, behind what is ready
@@ -109,9 +109,9 @@ class _Rates:
     Numbers; but 0-dim tensors among ``results``, if there are any, as nothing is read to the host then.
     """
 
-    def __init__(self, settings: Settings, kind: _Kind, fused: bool, results: Results | None) -> None:
+    def __init__(self, settings: Settings, dtype: torch.dtype, fused: bool, results: Results | None) -> None:
         self._settings = settings
-        self._kind = kind
+        self._dtype = dtype  # of the parameters
         self._fused = fused
         self._results = results
         self._alphas: dict[float, Scalar] = {}
@@ -122,7 +122,7 @@ class _Rates:
         decay = self._times_lr("decay", -self._settings.weight_decay)
         if isinstance(decay, Tensor):
             return decay.add_(1)
-        return elementwise.factor(self._fused, 1 + decay, self._kind.dtype)
+        return elementwise.factor(self._fused, 1 + decay, self._dtype)
 
     def alpha(self, rows: int, cols: int) -> Scalar:
         """Of the updates of rows x cols matrices, before they are added; one object for all of one ratio."""

@@ -57,14 +57,14 @@ def test_what_happens_to_one_rank_in_a_step_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deed: str, messages: list[str]
 ) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # memory that was freed before is gone
-    start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
-        launch("faulty", [deed, "1"], ranks=RANKS, folder=tmp_path, silence_s=60)
+        launch("faulty", [deed, "1"], ranks=RANKS, folder=tmp_path, silence_s=120)
+    took = time.time() - (tmp_path / "rank1.log").stat().st_mtime  # since it last wrote
     for message in messages:
         assert re.search(message, str(failure.value)), f"{message}\n\n{failure.value}"
     steps = [(tmp_path / f"rank{rank}.log").read_text().count("is about to take step") for rank in range(RANKS)]
     assert steps == [2] * RANKS, "it happens in the second step"
-    assert time.monotonic() - start < 60 + TIME_OUT_S
+    assert took < TIME_OUT_S + 30, "within the time-out, and what it takes to say so on a busy machine"
     assert len(process_ids(tmp_path)) == RANKS
     assert not any(living(process) for process in process_ids(tmp_path))
 
@@ -79,10 +79,13 @@ def within(limit_bytes: int | None) -> None:
 
 
 def no_room(rank: int, ranks: int, room: int) -> tuple[str, bool]:
-    """64 MiB of parameters, so 64/ranks of momentum; the buffers take as much again."""
+    """128 MiB of parameters, so 64 MiB of momentum; the buffers take as much again.
+
+    More than 32 MiB at a time, as less may come from what an earlier test gave back.
+    """
     mesh = init_device_mesh("cpu", (ranks,))
     DistMuon([("small", nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)], src_data_rank=None)))])
-    big = nn.Parameter(distribute_tensor(torch.ones(4096, 4096), mesh, [Shard(0)], src_data_rank=None))
+    big = nn.Parameter(distribute_tensor(torch.ones(8192, 4096), mesh, [Shard(0)], src_data_rank=None))
     if rank == 1:
         within(room)
     try:
@@ -100,7 +103,7 @@ def no_room(rank: int, ranks: int, room: int) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("room_mib", "said"),
     [
-        (40, "no room for the (work|holder|owner) buffer of bucket '0 big', [0-9]+ bytes"),
+        (80, "no room for the (work|holder|owner) buffer of bucket '0 big', [0-9]+ bytes"),
         (8, "memory"),
     ],
     ids=["for its buffers", "for its momentum"],

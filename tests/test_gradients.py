@@ -186,6 +186,22 @@ def test_replicas_agree_on_what_is_missing(pool):
         assert unchanged
 
 
+def alone_among_ranks(rank: int, ranks: int) -> int:
+    """Whoever shares nothing steps without the others, as the default policies let it."""
+    parameter = nn.Parameter(torch.eye(4))
+    optimizer = DistMuon([("w", parameter)], missing_gradients="skip", non_finite="skip")
+    for _ in range(rank):
+        parameter.grad = torch.ones(4, 4)
+        optimizer.step()
+    parameter.grad = torch.full((4, 4), torch.nan)
+    optimizer.step()
+    return optimizer.skipped_steps
+
+
+def test_plain_parameters_need_no_other_rank(pool):
+    assert pool.run(3, alone_among_ranks) == [1] * 3
+
+
 def test_without_a_process_group_it_skips_likewise():
     case = Case({"a": (8, 6), "b": (5, 7)})
     parameters = {name: nn.Parameter(tensor) for name, tensor in values(case, -1).items()}
@@ -447,6 +463,14 @@ def test_fp32_momentum_beside_bf16_parameters(pool, variant, ns_dtype, nesterov)
 def test_a_momentum_dtype_that_is_the_parameters_changes_no_bit(pool):
     case = Case(SHAPES, (2,), (Shard(0),), settings={"lr": 0.02})
     assert pool.run(2, differing_on_rank, [case], {"momentum_dtype": torch.float32}) == [[]] * 2
+
+
+def test_narrow_momentum_leaves_wide_parameters_their_digits():
+    parameter = nn.Parameter(torch.full((4, 4), 3.0, dtype=torch.float64))
+    optimizer = DistMuon([parameter], lr=0.1, weight_decay=0.1, momentum_dtype=torch.float32)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.equal(parameter, torch.full((4, 4), 3.0, dtype=torch.float64) * (1 - 0.1 * 0.1))
 
 
 def test_a_gradient_of_another_dtype_says_what_to_choose():

@@ -2,7 +2,9 @@
 #
 #   make report            train, profile, write reports/distmuon.html and the page it links to; QUICK=1: smallest parameters
 #   make test              the tests; SLOW=1 runs the slow ones too        PYTEST_ARGS="-k plan": handed to pytest
-#   make lab               JupyterLab on notebooks/
+#   make batch             a grid of parameters, a folder a run, and runs/index.html; GRID=notebooks/grids/...yaml
+#   make site              a static folder, site/, from the latest run of each notebook
+#   make lab               JupyterLab, opened on the tour
 #   make lint              ruff, notebooks without outputs                 make types: mypy; make format: mend what ruff can
 #   make setup             just the environment                            PIP_ARGS=...: handed to pip (another build of torch)
 #   make clean             remove what the others made, .venv too, but not runs/
@@ -19,9 +21,10 @@ REPORT := reports/distmuon.html
 ABLATION := reports/ablation.html
 QUICK_PROFILE := -p workload tiny -p steps 1 -p repeats 2
 QUICK_ABLATION := -p workload tiny -p timed tiny -p steps 1 -p tokens 16 -p turns 5
+GRID ?= notebooks/grids/packing.yaml
 CODE := distmuon scripts tests notebooks
 
-.PHONY: setup report test lab lint types format clean
+.PHONY: setup report batch site test lab lint types format clean
 
 setup: $(INSTALLED)
 
@@ -40,8 +43,14 @@ report: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(if $(SLOW),,-m "not slow") $(PYTEST_ARGS)
 
+batch: $(INSTALLED)
+	$(BIN)/python scripts/run_batch.py $(GRID)
+
+site: $(INSTALLED)
+	$(BIN)/python scripts/build_site.py
+
 lab: $(INSTALLED)
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab notebooks/00_tour.ipynb
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(CODE)
@@ -57,5 +66,5 @@ format: $(INSTALLED)
 	$(BIN)/nbstripout notebooks/*.ipynb
 
 clean:
-	rm -rf .venv build *.egg-info reports .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv build *.egg-info reports site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find $(CODE) -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf

@@ -17,12 +17,13 @@ import pytest
 from matplotlib.image import imread
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from distmuon.reporting.display import number
 from distmuon.reporting.execution import Run, execute
 from distmuon.reporting.outcome import find_failure
 from distmuon.reporting.parameters import as_written, declared_parameters, load_parameters, resolve
 from distmuon.reporting.rendering import MAX_PAGE_BYTES, render
+from distmuon.reporting.request import Request
 from distmuon.reporting.selfcontained import outside_references
+from distmuon.richtext import number
 
 ROOT = Path(__file__).parents[1]
 
@@ -114,7 +115,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str]:
     notebook = write_notebook(folder / "sample.ipynb", SAMPLE)
     shown = io.StringIO()
     given = {"workload": "12e3", "variants": "baseline, fused"}
-    run = execute(notebook, folder / "run", given, command="make sample", progress=shown)
+    run = execute(Request.of(notebook, given), folder / "run", command="make sample", progress=shown)
     render(run.notebook)
     return run, shown.getvalue()
 
@@ -222,8 +223,7 @@ def test_parameters_cell_that_cannot_be_read_is_refused(source: str, complaint: 
 def test_unknown_parameter_is_refused_before_anything_starts(tmp_path: Path) -> None:
     notebook = write_notebook(tmp_path / "n.ipynb", SAMPLE)
     with pytest.raises(ValueError, match="unknown parameter 'rnaks'; did you mean 'ranks'"):
-        execute(notebook, tmp_path / "run", {"rnaks": "2"})
-    assert not (tmp_path / "run").exists()
+        Request.of(notebook, {"rnaks": "2"})
 
 
 # Runs
@@ -240,6 +240,8 @@ def test_complete_run_says_what_it_was(sample: tuple[Run, str]) -> None:
     assert summary["parameters"]["workload"] == "12e3"
     assert summary["parameters"]["variants"] == ["baseline", "fused"]
     assert summary["parameters"]["out"] == "run/files"
+    assert json.loads((run.notebook.parent / "parameters.json").read_text())["variants"] == ["baseline", "fused"]
+    assert "PROGRESS 2" in (run.notebook.parent / "log.txt").read_text()
     assert summary["provenance"]["command"] == "make sample"
 
 
@@ -255,7 +257,7 @@ FAILURES = {
 def test_failing_notebook_is_failed_on_its_first_screen(tmp_path: Path, source: str) -> None:
     cells = [("markdown", "# Sample\n\n## Work"), ("code", source), ("code", "1 + 1")]
     limit = 3 if "sleep" in source else None
-    run = execute(write_notebook(tmp_path / "n.ipynb", cells), tmp_path / "run", cell_timeout=limit)
+    run = execute(Request.of(write_notebook(tmp_path / "n.ipynb", cells)), tmp_path / "run", cell_timeout=limit)
     assert run.failure is not None
     assert run.failure.where == f"code cell 1, under “Work”: {source.splitlines()[0]}"
     assert FAILURES[source] in run.failure.error
@@ -298,7 +300,7 @@ def test_folder_of_a_run_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/summary.json").write_text("{}")
     with pytest.raises(FileExistsError, match="already holds a run"):
-        execute(notebook, tmp_path / "run")
+        execute(Request.of(notebook), tmp_path / "run")
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["summary.json"]
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 
 #: For each mesh, by its global ranks, what this rank is about to do with it: (what, value) items in order.
 Claims = Mapping[tuple[int, ...], Sequence[tuple[str, str]]]
+
+
+#: How long ranks wait for one another, which may have a model to load first.
+TIME_LIMIT = timedelta(minutes=10)
 
 
 def host_group() -> dist.ProcessGroup:
@@ -34,8 +39,13 @@ def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup) -> 
 
     Raises:
         ValueError: ranks differ, or another rank found an error; names the first difference and the ranks.
+        RuntimeError: a rank has not come here within :data:`TIME_LIMIT`.
         Exception: ``error`` itself, on the rank that found it.
     """
+    try:
+        _meet(group)
+    except RuntimeError as absent:
+        raise error or absent from None
     digests = {mesh: hashlib.sha256(repr(tuple(items)).encode()).hexdigest() for mesh, items in claims.items()}
     gathered = _gather((digests, error and f"{type(error).__name__}: {error}"), group)
     if error:
@@ -49,6 +59,19 @@ def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup) -> 
         everything = _gather(dict(claims), group)
         mesh = different[0]
         raise ValueError(_first_difference(mesh, {rank: everything[rank].get(mesh, ()) for rank in mesh}))
+
+
+def _meet(group: dist.ProcessGroup) -> None:
+    """Wait until all ranks are here, as far as the backend can say who is not."""
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        return
+    try:
+        dist.monitored_barrier(group, TIME_LIMIT, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"not all ranks constructed DistMuon within {TIME_LIMIT}; where torch.distributed is initialized it takes "
+            f"all of them, also those with plain tensors. {error}"
+        ) from None
 
 
 def _gather(value: object, group: dist.ProcessGroup) -> list:

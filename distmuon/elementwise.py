@@ -29,12 +29,19 @@ def lerp(fused: bool, starts: Tensors, ends: Tensors, weight: float) -> Tensors:
     return [start.lerp(end, weight) for start, end in zip(starts, ends, strict=True)]
 
 
+def factor(fused: bool, number: float, dtype: torch.dtype) -> Scalar:
+    """A number as :func:`mul_` takes it for tensors of ``dtype``."""
+    if not fused:
+        return number
+    # As a tensor: on a CPU a Python number would be rounded to bf16 before it multiplies bf16 tensors. In fp32, in
+    # which they are multiplied, as fp32 tensors are; converting a float64 each time takes longer than to multiply.
+    return torch.tensor(number, dtype=dtype if dtype.itemsize > 4 else torch.float32)
+
+
 def mul_(fused: bool, tensors: Tensors, factor: Scalar) -> None:
     """``tensor <- factor tensor`` for each."""
     if fused:
-        # As a tensor: on a CPU a Python number would be rounded to bf16 before it multiplies bf16 tensors.
-        scalar = factor if isinstance(factor, Tensor) else torch.tensor(factor, dtype=torch.float64)
-        torch._foreach_mul_(tensors, scalar)
+        torch._foreach_mul_(tensors, factor)
     else:
         for tensor in tensors:
             tensor.mul_(factor)

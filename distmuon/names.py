@@ -20,5 +20,11 @@ def choose(kind: str, value: str, options: Iterable[str]) -> str:
     valid = list(options)
     if value in valid:
         return value
-    nearest = difflib.get_close_matches(str(value), valid, n=1, cutoff=0.0)[0]
+    abbreviated = [name for name in valid if name == _initials(str(value)) or _initials(name) == value]
+    nearest = (abbreviated or difflib.get_close_matches(str(value), valid, n=1, cutoff=0.0))[0]
     raise ValueError(f"unknown {kind} {value!r}; did you mean {nearest!r}? Valid: {', '.join(valid)}")
+
+
+def _initials(name: str) -> str:
+    """``"lr"`` of ``"learning_rate"``."""
+    return "".join(word[:1] for word in name.split("_"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,10 +16,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from distmuon.agreement import agree, host_group
+from distmuon.agreement import Claims, agree, host_group
 from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
 from distmuon.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
+from distmuon.names import choose
 from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients, coefficients_by_step
 from distmuon.options import Patterns, PlanOptions
 from distmuon.placement import ParameterSpec, Storage
@@ -27,13 +31,21 @@ from distmuon.variants import Variant, get_variant
 ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
 NS_DTYPES = (torch.bfloat16, torch.float32)
 
+#: What a parameter group may hold beside settings: parameters, a label, and what learning rate schedulers keep there.
+GROUP_KEYS = (
+    *("params", "param_names", "name", "initial_lr", "swa_lr"),
+    *("max_lr", "min_lr", "base_momentum", "max_momentum"),
+)
+
 
 class DistMuon(torch.optim.Optimizer):
     """Muon over sharded matrices: each is brought to an owner, orthogonalised there, and its update sent back.
 
     Names, defaults and meaning up to ``adjust_lr_fn`` are those of ``torch.optim.Muon``. The update of a matrix depends
-    neither on how it is stored nor on the number of ranks. Construction is collective: all ranks construct it together,
-    and it raises on all of them if they were given different parameters or settings.
+    neither on how it is stored nor on the number of ranks. Where ``torch.distributed`` is initialized construction is
+    collective, whatever the parameters: all ranks of the job construct it together, each with the parameters that it
+    holds, as pipeline stages do. It raises on all of them if one finds an error, or if ranks that share a mesh were
+    given different parameters or settings, or if a rank does not come.
 
     Args:
         params: parameters, named parameters, or groups (dicts with ``params``, best with named ones, and their own
@@ -65,7 +77,8 @@ class DistMuon(torch.optim.Optimizer):
 
     Raises:
         ValueError: a setting, parameter, pattern or placement that can't be used, named; or ranks that differ.
-        TypeError: a parameter that is not a floating point tensor.
+        TypeError: a parameter that is not a floating point tensor, or a setting that is none.
+        RuntimeError: a rank does not construct it.
 
     State is ``momentum_buffer`` for each parameter, from construction, with the parameter's mesh and placements.
     """
@@ -100,6 +113,8 @@ class DistMuon(torch.optim.Optimizer):
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._row_blocks = row_blocks
         self._plan: Plan | None = None
+        #: Keys that groups were given.
+        self._given: set[str] = set()
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -111,7 +126,10 @@ class DistMuon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "row_blocks": None,
         }
-        super().__init__(params, defaults)
+        try:
+            super().__init__(params, defaults)
+        except Exception as error:
+            _agree({}, error)
         self._set_up()
 
     @property
@@ -122,6 +140,10 @@ class DistMuon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters and plan anew; collective, as construction is."""
+        if isinstance(param_group, dict):
+            if "params" not in param_group:
+                raise ValueError(f"a parameter group needs 'params'; this one has {', '.join(map(repr, param_group))}")
+            self._given.update(param_group)
         super().add_param_group(param_group)
         if self._plan is not None:
             self._set_up()
@@ -145,9 +167,9 @@ class DistMuon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tensors = []
-        for number, group in enumerate(self.param_groups):
+        for group, names in zip(self.param_groups, self._names, strict=True):
             settings = _settings(group, self._options)
-            for name, parameter in _named(number, group):
+            for name, parameter in zip(names, group["params"], strict=True):
                 tensors.append(self._local(name, parameter, settings))
         self._runner.run(tensors)
         return loss
@@ -156,21 +178,22 @@ class DistMuon(torch.optim.Optimizer):
         """Check, agree with the other ranks, plan, and reserve state and buffers."""
         error: Exception | None = None
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        together = self._process_group is not None or any(isinstance(parameter, DTensor) for parameter in parameters)
-        specs: tuple[ParameterSpec, ...] = ()
+        self._names = [_names(number, group) for number, group in enumerate(self.param_groups)]
+        claims: Claims = {}
         plan: Plan | None = None
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
+            for key in self._given.difference(GROUP_KEYS):
+                choose("setting of a parameter group", key, self.defaults)
             self._options = self._make_options()
-            device = _one_device(self.param_groups)
+            settings = [_settings(group, self._options) for group in self.param_groups]
+            device = _one_device(parameters, self._names)
             specs = self._specs()
+            claims = _claims(specs, settings, self._options)
             plan = plan_step(specs, rank, self._options)
-        except (ValueError, TypeError) as found:
+        except Exception as found:
             error = found
-        if together:
-            agree({} if error else self._claims(specs), error, host_group())
-        elif error:
-            raise error
+        _agree({} if error else claims, error)
         assert plan is not None
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
@@ -182,17 +205,18 @@ class DistMuon(torch.optim.Optimizer):
         self._runner = StepRunner(plan, buffers, exchanger)
 
     def _specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe every parameter, checking it and the settings of its group."""
+        """Describe every parameter, checking it."""
         specs: list[ParameterSpec] = []
-        names = [name for number, group in enumerate(self.param_groups) for name, _ in _named(number, group)]
+        names = list(chain.from_iterable(self._names))
+        _refuse_no_row_blocks(self._row_blocks)
         refuse_unmatched("row_blocks", self._row_blocks or (), names)
-        for number, group in enumerate(self.param_groups):
-            _settings(group, self._options)
+        for number, (group, its_names) in enumerate(zip(self.param_groups, self._names, strict=True)):
             blocks = group["row_blocks"]
+            _refuse_no_row_blocks(blocks)
             if blocks and self._row_blocks and dict(blocks) != dict(self._row_blocks):
                 raise ValueError(f"row_blocks is {self._row_blocks!r}, but a group carries {blocks!r}: give it once")
             refuse_unmatched("row_blocks", blocks or (), names)
-            for name, parameter in _named(number, group):
+            for name, parameter in zip(its_names, group["params"], strict=True):
                 if not parameter.is_floating_point() or parameter.dtype == torch.float16:
                     raise TypeError(
                         f"parameter {name!r} is {parameter.dtype}: give bfloat16, float32 or float64 matrices"
@@ -208,17 +232,6 @@ class DistMuon(torch.optim.Optimizer):
         if duplicate:
             raise ValueError(f"two parameters are named {duplicate!r}: patterns and plans need distinct names")
         return tuple(specs)
-
-    def _claims(self, specs: tuple[ParameterSpec, ...]) -> dict[tuple[int, ...], list[tuple[str, str]]]:
-        """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
-        settings = [_settings(group, self._options) for group in self.param_groups for _ in group["params"]]
-        common = [(option.name, repr(getattr(self._options, option.name))) for option in fields(self._options)]
-        claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-        for spec, own in zip(specs, settings, strict=True):
-            if spec.storage:
-                items = claims.setdefault(spec.storage.ranks, list(common))
-                items.append((f"parameter {len(items) - len(common)} there", f"{spec}, {own}"))
-        return claims
 
     def _find_groups(self, plan: Plan, parameters: list[Tensor]) -> None:
         """The process group of each exchange, from the mesh of a parameter that takes part in it."""
@@ -253,6 +266,19 @@ class DistMuon(torch.optim.Optimizer):
         return LocalParameter(_plain(parameter), _plain(gradient), _plain(momentum), settings)
 
 
+def _agree(claims: Claims, error: Exception | None) -> None:
+    """Raise ``error``; of several ranks all raise, or none."""
+    if dist.is_initialized():
+        agree(claims, error, host_group())
+    elif error:
+        raise error
+
+
+def _refuse_no_row_blocks(blocks: object) -> None:
+    if blocks is not None and not (isinstance(blocks, Mapping) and all(isinstance(key, str) for key in blocks)):
+        raise TypeError(f"row_blocks is {blocks!r}: give a dict, name pattern -> rows of each matrix")
+
+
 def _options(
     buckets: Patterns | None,
     variant: str | Variant,
@@ -274,10 +300,10 @@ def _options(
     )
 
 
-def _named(number: int, group: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Names and parameters of group ``number``; unnamed ones are numbered."""
+def _names(number: int, group: dict[str, Any]) -> list[str]:
+    """Names of the parameters of group ``number``; unnamed ones are numbered."""
     names = group.get("param_names") or [f"group{number}.{index}" for index in range(len(group["params"]))]
-    return [(clean_name(name), parameter) for name, parameter in zip(names, group["params"], strict=True)]
+    return [clean_name(name) for name in names]
 
 
 def _settings(group: dict[str, Any], options: PlanOptions) -> Settings:
@@ -295,13 +321,18 @@ def _settings(group: dict[str, Any], options: PlanOptions) -> Settings:
         lr = lr.view(()) if options.capturable else lr.item()
     values = {field.name: group[field.name] for field in fields(Settings)} | {"lr": lr}
     for name in ("lr", "weight_decay", "momentum", "eps"):
-        if not isinstance(values[name], Tensor) and not values[name] >= 0.0:
-            raise ValueError(f"{name} is {values[name]}: it can't be negative")
+        value = values[name]
+        if name == "lr" and isinstance(value, Tensor):
+            continue
+        if not isinstance(value, Real):
+            raise TypeError(f"{name} is {value!r}: give a number" + " or a tensor of one" * (name == "lr"))
+        if not 0.0 <= float(value) < math.inf:
+            raise ValueError(f"{name} is {value}: give a finite number that is not negative")
     if values["adjust_lr_fn"] not in ADJUST_LR_FNS:
         raise ValueError(f"adjust_lr_fn is {values['adjust_lr_fn']!r}: choose one of {ADJUST_LR_FNS}")
     ns_steps = group["ns_steps"]
-    if not 0 < ns_steps < 100:
-        raise ValueError(f"ns_steps is {ns_steps}: give 1 to 99")
+    if not isinstance(ns_steps, int) or not 0 < ns_steps < 100:
+        raise ValueError(f"ns_steps is {ns_steps!r}: give 1 to 99")
     values["ns_coefficients"] = coefficients_by_step(values["ns_coefficients"], ns_steps, options.ns_algorithm)
     return Settings(**values)
 
@@ -315,11 +346,23 @@ def _storage(parameter: Tensor, group: dist.ProcessGroup | None) -> Storage | No
     return Storage(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(parameter.placements))
 
 
-def _one_device(groups: list[dict[str, Any]]) -> torch.device:
+def _claims(specs: Sequence[ParameterSpec], settings: Sequence[Settings], options: PlanOptions) -> Claims:
+    """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
+    common = [(option.name, repr(getattr(options, option.name))) for option in fields(options)]
+    claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+    for spec in specs:
+        if spec.storage:
+            items = claims.setdefault(spec.storage.ranks, list(common))
+            items.append((f"parameter {len(items) - len(common)} there", f"{spec}, {settings[spec.group]}"))
+    return claims
+
+
+def _one_device(parameters: Iterable[Tensor], names: Iterable[Iterable[str]]) -> torch.device:
     devices: dict[torch.device, str] = {}
-    for number, group in enumerate(groups):
-        for name, parameter in _named(number, group):
-            devices.setdefault(_plain(parameter).device, name)
+    for parameter, name in zip(parameters, chain.from_iterable(names), strict=True):
+        devices.setdefault(_plain(parameter).device, name)
+    if not devices:
+        raise ValueError("there are no parameters: give every rank at least one")
     if len(devices) > 1:
         shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ValueError(f"the parameters are on several devices ({shown}): move them to one")

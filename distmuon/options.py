@@ -34,11 +34,13 @@ class PlanOptions:
     capturable: bool = False
 
     def __post_init__(self) -> None:
+        if self.buckets is not None and not isinstance(self.buckets, Sequence):
+            raise TypeError(f"buckets is {self.buckets!r}: give a list of tuples of name patterns")
         if self.capturable and self.variant.elementwise != "bucket":
             raise ValueError("capturable=True needs a variant with elementwise='bucket', as 'fused' is")
         choose("ns_algorithm", self.ns_algorithm, NS_ALGORITHMS)
-        if self.max_batch_bytes <= 0:
-            raise ValueError(f"max_batch_bytes is {self.max_batch_bytes}: give a positive number of bytes")
+        if not isinstance(self.max_batch_bytes, int) or self.max_batch_bytes <= 0:
+            raise ValueError(f"max_batch_bytes is {self.max_batch_bytes!r}: give a positive number of bytes")
         if self.share_replicas not in (None, True, False):
             raise ValueError(f"share_replicas is {self.share_replicas!r}: choose None, True or False")
 

@@ -49,16 +49,16 @@ def batched_copy_(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> 
         torch._foreach_copy_(list(destinations), list(sources))
 
 
-def copy_group_(packing: str, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_group_(packing: str, destinations: list[Tensor], sources: list[Tensor]) -> None:
     """Copy what :func:`group_copies` put together.
 
-    That is :func:`batched_copy_`, but where a ``"bucket"`` shares a call even one pair is a ``torch._foreach_copy_``: a
-    kernel beside the others, and no memcpy, whatever the plan. Its pairs fit by the plan.
+    That is :func:`batched_copy_` without its checks, as pairs fit by the plan; and where a ``"bucket"`` shares a call
+    even one pair is a ``torch._foreach_copy_``: a kernel beside the others, and no memcpy, whatever the plan.
     """
-    if packing == "bucket":
-        torch._foreach_copy_(list(destinations), list(sources))
+    if len(destinations) > 1 or packing == "bucket":
+        torch._foreach_copy_(destinations, sources)
     else:
-        batched_copy_(destinations, sources)
+        destinations[0].copy_(sources[0])
 
 
 def group_copies(packing: str, copies: Sequence[Copy]) -> list[list[Copy]]:

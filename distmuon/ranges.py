@@ -2,11 +2,18 @@
 
 Each piece of a step runs under ``distmuon/<phase>/<bucket>``. The profiler shows these ranges in a trace, and the
 launch counter reads the same ranges to say where a launch comes from, so a phase is named in one place only.
+
+A range costs the host as much as two small operators even where nobody looks, so it is opened only under a profiler
+(``torch.profiler``, ``emit_nvtx`` and all others that PyTorch starts) or a dispatch mode, as the counter is.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
+from torch.autograd import profiler
 from torch.profiler import record_function
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 PREFIX = "distmuon"
 
@@ -25,9 +32,14 @@ PHASES = (
 )
 
 
-def phase(name: str, bucket: str) -> record_function:
+_NOTHING = nullcontext()
+
+
+def phase(name: str, bucket: str) -> AbstractContextManager[object]:
     """A profiler range for one phase of one bucket, to be used as a context manager."""
-    return record_function(f"{PREFIX}/{name}/{bucket}")
+    if profiler._is_profiler_enabled or is_in_torch_dispatch_mode():
+        return record_function(f"{PREFIX}/{name}/{bucket}")
+    return _NOTHING
 
 
 def parse(range_name: str) -> tuple[str, str] | None:

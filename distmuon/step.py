@@ -11,8 +11,9 @@ stages without an exchange that follow it have computed, so they fill the wait f
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -20,14 +21,15 @@ from torch import Tensor
 
 from distmuon import elementwise
 from distmuon.buffers import Buffers
+from distmuon.elementwise import Scalar
 from distmuon.exchange import Exchanger
-from distmuon.newton_schulz import Scratch, Triple, orthogonalize_
+from distmuon.newton_schulz import Results, Scratch, Triple, orthogonalize_
 from distmuon.packing import copy_group_, group_copies
 from distmuon.placement import ParameterSpec
 from distmuon.places import Place
 from distmuon.plan import Plan
 from distmuon.ranges import phase
-from distmuon.schedule import Copy, Stage
+from distmuon.schedule import Copy, Stage, Way
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,7 @@ class Settings:
         return math.sqrt(max(1, rows / cols))
 
 
-@dataclass(frozen=True)
-class LocalParameter:
+class LocalParameter(NamedTuple):
     """The local tensors of a parameter, as they are stored, and its settings."""
 
     parameter: Tensor
@@ -69,11 +70,18 @@ class StepRunner:
     """
 
     def __init__(self, plan: Plan, buffers: Buffers, exchanger: Exchanger) -> None:
-        scratch = Scratch(keep=plan.options.capturable)
+        self._scratch = scratch = Scratch(keep=plan.options.capturable)
         self._stages = [_StageRunner(stage, plan, buffers, exchanger, scratch) for stage in plan.stages]
+        self._fused = plan.options.variant.elementwise == "bucket"
+        #: A parameter of each kind.
+        self._kinds = {_kind(spec): index for index, spec in enumerate(plan.parameters)}
 
     def run(self, tensors: Sequence[LocalParameter]) -> None:
         """Update the parameters in place; ``tensors`` has one entry for each parameter of the plan."""
+        rates = {
+            kind: _Rates(tensors[index].settings, kind, self._fused, self._scratch.results("rates", kind))
+            for kind, index in self._kinds.items()
+        }
         upcoming = [stage for stage in self._stages if stage.exchanges]
         unfinished: list[_StageRunner] = []
         hide = bool(upcoming)  # the first exchange, which no earlier stage hides, behind what is ready
@@ -83,17 +91,61 @@ class StepRunner:
             if not stage.exchanges:
                 stage.begin(tensors)
                 stage.compute(tensors)
-                stage.finish(tensors)
+                stage.finish(tensors, rates)
                 continue
             if upcoming:
                 if unfinished:  # it has the slot that the next exchange needs
-                    unfinished.pop().finish(tensors)
+                    unfinished.pop().finish(tensors, rates)
                 upcoming.pop(0).begin(tensors)
             stage.compute(tensors, ready_first=hide)
             hide = False
             unfinished.append(stage)
         for stage in unfinished:
-            stage.finish(tensors)
+            stage.finish(tensors, rates)
+
+
+class _Kind(NamedTuple):
+    """What parameters must share to be handled by one elementwise operator."""
+
+    group: int
+    dtype: torch.dtype
+
+
+def _kind(spec: ParameterSpec) -> _Kind:
+    return _Kind(spec.group, spec.dtype)
+
+
+class _Rates:
+    """What the parameters and updates of a kind are multiplied by in one step, each made once, when it is first needed.
+
+    Numbers where ``lr`` is one, and 0-dim tensors where it is a tensor, which is not read.
+    """
+
+    def __init__(self, settings: Settings, kind: _Kind, fused: bool, results: Results) -> None:
+        self._settings = settings
+        self._kind = kind
+        self._fused = fused
+        self._results = results
+        self._alphas: dict[float, Scalar] = {}
+
+    @cached_property
+    def decay(self) -> Scalar:
+        """Of the parameters."""
+        decay = self._times_lr("decay", -self._settings.weight_decay)
+        if isinstance(decay, Tensor):
+            return decay.add_(1)
+        return elementwise.factor(self._fused, 1 + decay, self._kind.dtype)
+
+    def alpha(self, rows: int, cols: int) -> Scalar:
+        """Of the updates of rows x cols matrices, before they are added; one object for all of one ratio."""
+        ratio = self._settings.lr_ratio(rows, cols)
+        if ratio not in self._alphas:
+            self._alphas[ratio] = self._times_lr(f"alpha {ratio}", -ratio)
+        return self._alphas[ratio]
+
+    def _times_lr(self, name: str, number: float) -> Scalar:
+        lr = self._settings.lr
+        return self._results(name, torch.mul, lr, number) if isinstance(lr, Tensor) else lr * number
 
 
 class _Link(NamedTuple):
@@ -105,56 +157,59 @@ class _Link(NamedTuple):
     place: Place | None
     view: Tensor
 
-    def of(self, updates: Mapping[int, Tensor]) -> Tensor:
-        """The other side."""
-        update = updates[self.parameter]
-        return update if self.place is None else self.place.of(update)
+
+#: Copies that share a call: between updates and buffers, with the buffers' views once more as a list; and between the
+#: work buffer and a packed one.
+_Links = list[tuple[list[_Link], list[Tensor]]]
+_Pairs = list[tuple[list[Tensor], list[Tensor]]]
+
+
+class _Piece(NamedTuple):
+    """Local rows of a parameter that share a learning rate: the first and how many, None for all of them."""
+
+    parameter: int
+    rows: tuple[int, int] | None
+
+
+class _Together(NamedTuple):
+    """Parameters that one call of an elementwise operator takes, and their pieces by the shape of their matrices."""
+
+    kind: _Kind
+    parameters: list[int]
+    pieces: dict[tuple[int, int], list[_Piece]]
 
 
 class _StageRunner:
     """One stage. Views of buffers, places in updates and lists of what is handled together are made once."""
 
     def __init__(self, stage: Stage, plan: Plan, buffers: Buffers, exchanger: Exchanger, scratch: Scratch) -> None:
+        options = plan.options
         self._stage = stage
         self._exchanger = exchanger
-        self._options = plan.options
-        self._counting = buffers.counting
-        self._scratch = scratch
-        self._kept: dict[Hashable, Tensor] = {}
-        self._pieces = {index: plan.pieces(index) for index in stage.parameters}
-        self._specs = {index: plan.parameters[index] for index in stage.parameters}
         self._sources: dict[int, Tensor] = {}
         self._updates: dict[int, Tensor] = {}
-        self._fused = plan.options.variant.elementwise == "bucket"
-        # What one call of an elementwise operator takes: all that share a group and a dtype, or one parameter.
-        together: dict[object, list[int]] = {}
-        for index, spec in self._specs.items():
-            key = (spec.group, spec.dtype) if self._fused else index
-            together.setdefault(key, []).append(index)
-        self._together = list(together.values())
+        self._static = scratch.results("updates", stage.name) if options.capturable else None
+        self._fused = options.variant.elementwise == "bucket"
+        self._together = _together(stage, plan, self._fused)
+        self._orthogonalize_ = partial(
+            orthogonalize_,
+            ns_dtype=options.ns_dtype,
+            ns_algorithm=options.ns_algorithm,
+            counting=buffers.counting,
+            max_bytes=options.max_batch_bytes,
+            scratch=scratch,
+        )
 
         work = buffers.work(stage)
         self._in_work = [(batch, batch.place.of(work)) for batch in stage.batches if batch.in_work]
         self._in_update = [batch for batch in stage.batches if not batch.in_work]
-        self._packing = packing = plan.options.variant.packing
-        shapes = {index: spec.local_shape(plan.rank) for index, spec in self._specs.items()}
-        moves = _links(group_copies(packing, stage.moves), work, shapes)
-        self._outward, self._homeward = moves, moves
-        self._arriving: _Pairs = []
-        self._leaving: _Pairs = []
-        if exchange := stage.exchange:
-            holder, owner = buffers.holder(stage), buffers.owner(stage)
-            self._leaving = self._arriving = _pairs(group_copies(packing, exchange.back.owned), work, owner)
-            self._homeward = moves + _links(group_copies(packing, exchange.back.held), holder, shapes)
-            if exchange.out is exchange.back:
-                self._outward = self._homeward
-            else:
-                out = exchange.out
-                self._arriving = _pairs(group_copies(packing, out.owned if out else ()), work, owner)
-                self._outward = moves + _links(group_copies(packing, out.held if out else ()), holder, shapes)
-        if packing == "bucket":
-            self._outward = _merge(self._outward, self._specs)
-            self._homeward = _merge(self._homeward, self._specs)
+        self._packing = options.variant.packing
+        exchange = stage.exchange
+        out, back = (exchange.out, exchange.back) if exchange else (None, None)
+        self._fetches = out is not None
+        copies = partial(_copies, stage, plan, buffers, work)
+        self._homeward, self._leaving = copies(back)
+        self._outward, self._arriving = (self._homeward, self._leaving) if out is back else copies(out)
 
     @property
     def exchanges(self) -> bool:
@@ -164,12 +219,12 @@ class _StageRunner:
     def begin(self, tensors: Sequence[LocalParameter]) -> None:
         """Momentum, Nesterov update, pack, start the exchange."""
         with phase("momentum", self._stage.name):
-            for indices in self._together:
-                self._begin_updates(indices, [tensors[index] for index in indices])
+            for together in self._together:
+                self._begin_updates(together.parameters, [tensors[index] for index in together.parameters])
         with phase("pack", self._stage.name):
-            for group in self._outward:
-                copy_group_(self._packing, [link.view for link in group], [link.of(self._sources) for link in group])
-        if self._stage.exchange and self._stage.exchange.out:
+            for links, views in self._outward:
+                copy_group_(self._packing, views, _updates_of(links, self._sources))
+        if self._fetches:
             self._exchanger.send(self._stage)
 
     def compute(self, tensors: Sequence[LocalParameter], *, ready_first: bool = True) -> None:
@@ -178,15 +233,13 @@ class _StageRunner:
         if ready_first:
             self._orthogonalize_ready(tensors)
         if self.exchanges:
-            if self._stage.exchange and self._stage.exchange.out:
+            if self._fetches:
                 self._exchanger.wait(self._stage)
             with phase("unpack", name):
                 for places, packed in self._arriving:
                     copy_group_(self._packing, places, packed)
             with phase("newton_schulz", name):
-                for batch, matrices in self._in_work:
-                    if not batch.ready:
-                        self._orthogonalize_(matrices, None, tensors[batch.parameter].settings)
+                self._orthogonalize_in_work(tensors, ready=False)
             with phase("repack", name):
                 for places, packed in self._leaving:
                     copy_group_(self._packing, packed, places)
@@ -194,15 +247,16 @@ class _StageRunner:
         if not ready_first:
             self._orthogonalize_ready(tensors)
 
-    def finish(self, tensors: Sequence[LocalParameter]) -> None:
+    def finish(self, tensors: Sequence[LocalParameter], rates: Mapping[_Kind, _Rates]) -> None:
         """Wait for the results, unpack them into the updates, weight decay, update."""
         if self.exchanges:
             self._exchanger.wait(self._stage)
         with phase("return_unpack", self._stage.name):
-            for group in self._homeward:
-                copy_group_(self._packing, [link.of(self._updates) for link in group], [link.view for link in group])
+            for links, views in self._homeward:
+                copy_group_(self._packing, _updates_of(links, self._updates), views)
         with phase("apply", self._stage.name):
-            self._apply(tensors)
+            for together in self._together:
+                self._apply(together, tensors, rates[together.kind])
         self._sources.clear()
         self._updates.clear()
 
@@ -211,9 +265,10 @@ class _StageRunner:
         settings = local[0].settings
         momenta, gradients = [each.momentum for each in local], [each.gradient for each in local]
         elementwise.lerp_(self._fused, momenta, gradients, 1 - settings.momentum)
-        if self._options.capturable:
+        if self._static:
             updates = [
-                self._static("update", index, gradient) for index, gradient in zip(indices, gradients, strict=True)
+                self._static.empty(f"{index}", gradient, gradient.shape, gradient.dtype)
+                for index, gradient in zip(indices, gradients, strict=True)
             ]
             if settings.nesterov:
                 torch._foreach_copy_(updates, gradients)
@@ -224,78 +279,80 @@ class _StageRunner:
         else:
             updates = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in momenta]
         sources = updates if settings.nesterov else [tensor.contiguous() for tensor in momenta]
-        self._updates |= zip(indices, updates, strict=True)
-        self._sources |= zip(indices, sources, strict=True)
-
-    def _static(self, what: str, key: Hashable, like: Tensor) -> Tensor:
-        """A contiguous tensor like another one, made once."""
-        if (what, key) not in self._kept:
-            self._kept[what, key] = torch.empty_like(like, memory_format=torch.contiguous_format)
-        return self._kept[what, key]
-
-    def _times(self, what: str, key: Hashable, lr: float | Tensor, factor: float) -> float | Tensor:
-        """``factor lr``; of a tensor a tensor, which is made once."""
-        if not isinstance(lr, Tensor):
-            return lr * factor
-        return torch.mul(lr, factor, out=self._static(what, key, lr))
+        self._updates.update(zip(indices, updates, strict=True))
+        self._sources.update(zip(indices, sources, strict=True))
 
     def _orthogonalize_ready(self, tensors: Sequence[LocalParameter]) -> None:
         with phase("newton_schulz", self._stage.name):
-            for batch, matrices in self._in_work:
-                if batch.ready:
-                    self._orthogonalize_(matrices, None, tensors[batch.parameter].settings)
+            self._orthogonalize_in_work(tensors, ready=True)
             for batch in self._in_update:
-                out, matrices = (
-                    batch.place.of(self._updates[batch.parameter]),
-                    batch.place.of(self._sources[batch.parameter]),
-                )
-                self._orthogonalize_(matrices, out, tensors[batch.parameter].settings)
+                matrices, out = (batch.place.of(each[batch.parameter]) for each in (self._sources, self._updates))
+                settings = tensors[batch.parameter].settings
+                self._orthogonalize_(matrices, out, triples=settings.ns_coefficients, eps=settings.eps)
 
-    def _orthogonalize_(self, matrices: Tensor, out: Tensor | None, settings: Settings) -> None:
-        orthogonalize_(
-            matrices,
-            out,
-            triples=settings.ns_coefficients,
-            eps=settings.eps,
-            ns_dtype=self._options.ns_dtype,
-            ns_algorithm=self._options.ns_algorithm,
-            counting=self._counting,
-            max_bytes=self._options.max_batch_bytes,
-            scratch=self._scratch,
-        )
+    def _orthogonalize_in_work(self, tensors: Sequence[LocalParameter], *, ready: bool) -> None:
+        for batch, matrices in self._in_work:
+            if batch.ready == ready:
+                settings = tensors[batch.parameter].settings
+                self._orthogonalize_(matrices, triples=settings.ns_coefficients, eps=settings.eps)
 
-    def _apply(self, tensors: Sequence[LocalParameter]) -> None:
+    def _apply(self, together: _Together, tensors: Sequence[LocalParameter], rates: _Rates) -> None:
         """Weight decay and update; pieces of one learning rate are handled together."""
-        for indices in self._together:
-            settings = tensors[indices[0]].settings
-            parameters = [tensors[index].parameter for index in indices]
-            decay = self._times("decay", indices[0], settings.lr, -settings.weight_decay)
-            elementwise.mul_(self._fused, parameters, decay.add_(1) if isinstance(decay, Tensor) else 1 + decay)
-            scaled: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-            for index, parameter in zip(indices, parameters, strict=True):
-                for row, rows, matrix_rows in self._pieces[index]:
-                    target, change = parameter, self._updates[index]
-                    cols = self._specs[index].cols
-                    if len(self._pieces[index]) > 1:
-                        target, change = target.narrow(-2, row, rows), change.narrow(-2, row, rows)
-                    if matrix_rows > cols and change.dtype == torch.bfloat16 and change.device.type == "cpu":
-                        # torch.optim.Muon adds the transpose of a wide result here. On a CPU a strided bf16 operand is
-                        # rounded before it is added, a dense one is not.
-                        change = change.mT.contiguous().mT
-                    targets, changes = scaled.setdefault(settings.lr_ratio(matrix_rows, cols), ([], []))
-                    targets.append(target)
-                    changes.append(change)
-            for ratio, (targets, changes) in scaled.items():
-                alpha = self._times("alpha", (indices[0], ratio), settings.lr, -ratio)
-                elementwise.add_(self._fused, targets, changes, alpha)
+        elementwise.mul_(self._fused, [tensors[index].parameter for index in together.parameters], rates.decay)
+        scaled: dict[Scalar, tuple[list[Tensor], list[Tensor]]] = {}
+        for (rows, cols), pieces in together.pieces.items():
+            targets, changes = scaled.setdefault(rates.alpha(rows, cols), ([], []))
+            targets += _rows_of(pieces, [tensors[index].parameter for index, _ in pieces])
+            new = _rows_of(pieces, [self._updates[index] for index, _ in pieces])
+            if rows > cols and new[0].dtype == torch.bfloat16 and new[0].device.type == "cpu":
+                # torch.optim.Muon adds the transpose of a wide result here. On a CPU a strided bf16 operand is rounded
+                # before it is added, a dense one is not.
+                new = [change.mT.contiguous().mT for change in new]
+            changes += new
+        for alpha, (targets, changes) in scaled.items():
+            elementwise.add_(self._fused, targets, changes, alpha)
 
 
-#: For each group of copies, the places in a work buffer and those in a packed one.
-_Pairs = list[tuple[list[Tensor], list[Tensor]]]
+def _together(stage: Stage, plan: Plan, fused: bool) -> list[_Together]:
+    """One parameter each, or all of a kind."""
+    found: dict[object, _Together] = {}
+    for index in stage.parameters:
+        spec = plan.parameters[index]
+        together = found.setdefault(_kind(spec) if fused else index, _Together(_kind(spec), [], {}))
+        together.parameters.append(index)
+        pieces = plan.pieces(index)
+        for row, rows, matrix_rows in pieces:
+            piece = _Piece(index, (row, rows) if len(pieces) > 1 else None)
+            together.pieces.setdefault((matrix_rows, spec.cols), []).append(piece)
+    return list(found.values())
 
 
-def _pairs(groups: Sequence[Sequence[Copy]], work: Tensor, packed: Tensor) -> _Pairs:
-    return [([copy.place.of(work) for copy in group], [copy.packed.of(packed) for copy in group]) for group in groups]
+def _rows_of(pieces: Sequence[_Piece], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The rows of each piece, of every slice of a 3-D tensor."""
+    return [
+        tensor if rows is None else tensor.narrow(-2, *rows) for (_, rows), tensor in zip(pieces, tensors, strict=True)
+    ]
+
+
+def _updates_of(links: Sequence[_Link], updates: Mapping[int, Tensor]) -> list[Tensor]:
+    """The other sides of the links."""
+    return [updates[parameter] if place is None else place.of(updates[parameter]) for parameter, place, _ in links]
+
+
+def _copies(stage: Stage, plan: Plan, buffers: Buffers, work: Tensor, way: Way | None) -> tuple[_Links, _Pairs]:
+    """What is copied one way: between updates and the holder's or the work buffer, and between that and the owner's."""
+    packing = plan.options.variant.packing
+    shapes = {index: plan.parameters[index].local_shape(plan.rank) for index in stage.parameters}
+    links = _links(group_copies(packing, stage.moves), work, shapes)
+    pairs: _Pairs = []
+    if way:
+        links += _links(group_copies(packing, way.held), buffers.holder(stage), shapes)
+        owner = buffers.owner(stage)
+        for group in group_copies(packing, way.owned):
+            pairs.append(([copy.place.of(work) for copy in group], [copy.packed.of(owner) for copy in group]))
+    if packing == "bucket":
+        links = _merge(links, plan.parameters)
+    return [(group, [link.view for link in group]) for group in links], pairs
 
 
 def _links(
@@ -312,7 +369,7 @@ def _link(copy: Copy, buffer: Tensor, shape: tuple[int, ...]) -> _Link:
     return _Link(copy.parameter, copy.place, copy.packed.of(buffer))
 
 
-def _merge(groups: Sequence[list[_Link]], specs: Mapping[int, ParameterSpec]) -> list[list[_Link]]:
+def _merge(groups: Sequence[list[_Link]], specs: Sequence[ParameterSpec]) -> list[list[_Link]]:
     """Join the dense groups of several buffers where both sides have one dtype each."""
     merged: dict[object, list[_Link]] = {}
     for group in groups:

@@ -5,7 +5,11 @@
 Planning is the best of several runs with nothing cached; counting includes making every rank's optimizer on meta
 tensors. Memory is the peak of the whole process, importing torch included. The host side of a step is that of rank 0
 with every side of the matrices divided by 16, variants in turn; peak buffers are those of the rank with most, from the
-plan: packed and work buffers, and the updates under way.
+plan: packed and work buffers, and the updates under way. Counts are means over the ranks of kimi-debug.
+
+The time of a whole step is that of real ranks, minutes each:
+
+    python scripts/profile_step.py --variant baseline --variant fused --variant fused+buckets=auto
 """
 
 from __future__ import annotations
@@ -30,6 +34,14 @@ from distmuon.workloads.storage import PUBLISHED_BUCKETS, muon_parameters, plan_
 
 REPEATS = 5
 CONTESTANTS = ("baseline", "batched", "fused", "fused+buckets=auto")  # the others are compared with the first
+
+COUNTED = (*CONTESTANTS, "fused+ns_algorithm=copy_free", "fused+buckets=auto+ns_algorithm=copy_free")
+COUNTS = {
+    "async_copies": "async copies",
+    "launches": "launches",
+    "collectives": "collectives",
+    "wire_bytes": "bytes sent",
+}
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -82,6 +94,15 @@ def main() -> None:
         ends = f"times {baseline.contestant} ({1 + change.low:.2f} to {1 + change.high:.2f})"
         show(f"host side of a step, {each.contestant}", 1 + change.median, ends, 2)
         show("  operators dispatched (and views)", each.without_views, f"({each.views:,})", 0)
+
+    print(f"{'a step of kimi-debug':<54}" + "".join(f"{name:>14}" for name in COUNTS.values()))
+    counts = {text: count_launches("kimi-debug", **Contestant(text).options()) for text in COUNTED}
+    for text, counted in counts.items():
+        figures = [f"{counted.mean(value):,.2f}" for value in COUNTS]
+        print(f"  {text:<52}" + "".join(f"{figure:>14}" for figure in figures))
+        if text != CONTESTANTS[0]:
+            ratios = [counted.mean(value) / counts[CONTESTANTS[0]].mean(value) for value in COUNTS]
+            print(f"{'times baseline':>54}" + "".join(f"{ratio:>14.3f}" for ratio in ratios), flush=True)
 
     for name in ("kimi-debug", "moonlight-16b"):
         peaks = {text: peak_buffer_bytes(name, text) for text in CONTESTANTS}

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from distmuon.commandline import Parser, checked, one_of
 from distmuon.newton_schulz import NS_ALGORITHMS
-from distmuon.profiling.contestants import Contestant, read_setting
+from distmuon.profiling.contestants import Contestant, add_set_option
 from distmuon.profiling.counting import LaunchCounts, count_launches
 from distmuon.profiling.rules import TOOLCHAINS
 from distmuon.workloads import get_workload
@@ -29,15 +29,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help="default: the workload's own")
     parser.add_argument("--ep", type=int, help="expert-parallel degree; default: the workload's own")
     parser.add_argument("--variant", type=checked(Contestant), default="fused", metavar="VARIANT[+SWITCH=VALUE...]")
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        type=checked(read_setting),
-        metavar="SWITCH=VALUE",
-        help="turn a switch of the variant, as packing=bucket; may be given several times",
-    )
+    add_set_option(parser)
     parser.add_argument("--ns-algorithm", type=one_of("ns_algorithm", NS_ALGORITHMS), default="standard")
     parser.add_argument("--buckets", type=one_of("buckets", BUCKETS), default="published")
     parser.add_argument("--toolchain", type=one_of("toolchain", TOOLCHAINS), default="rocm", help="limits of a launch")

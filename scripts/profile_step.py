@@ -19,7 +19,8 @@ import sys
 from pathlib import Path
 
 from distmuon.commandline import Parser, checked, one_of
-from distmuon.profiling.contestants import Contestant, read_setting
+from distmuon.newton_schulz import NS_ALGORITHMS
+from distmuon.profiling.contestants import Contestant, add_set_option
 from distmuon.profiling.launch import RankFailure
 from distmuon.profiling.run import profile
 from distmuon.profiling.session import DEVICES, NS_DTYPES, Settings
@@ -61,6 +62,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     default = Settings()
+    unset = "of variants that do not set it"
     parser = Parser(__doc__)
     parser.add_argument("--workload", type=checked(lambda name: get_workload(name).name), default=default.workload)
     parser.add_argument("--ranks", type=int, default=default.ranks)
@@ -73,15 +75,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="VARIANT[+SWITCH=VALUE...]",
         help="may be given several times; the others are compared with the first",
     )
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        type=checked(read_setting),
-        metavar="SWITCH=VALUE",
-        help="turn a switch of every variant given, as packing=bucket; may be given several times",
-    )
+    add_set_option(parser)
     parser.add_argument("--steps", type=int, default=default.steps, help="profiled steps of a repeat")
     parser.add_argument("--repeats", type=int, default=default.repeats)
     parser.add_argument("--warmup", type=int, default=default.warmup, help="steps before, not recorded")
@@ -89,7 +83,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=default.seed)
     parser.add_argument("--device", type=one_of("device", DEVICES), default=default.device)
     parser.add_argument("--ns-dtype", type=one_of("ns-dtype", NS_DTYPES), default=default.ns_dtype)
-    parser.add_argument("--buckets", type=one_of("buckets", BUCKETS), default=default.buckets)
+    parser.add_argument(
+        "--ns-algorithm", type=one_of("ns_algorithm", NS_ALGORITHMS), default=default.ns_algorithm, help=unset
+    )
+    parser.add_argument("--buckets", type=one_of("buckets", BUCKETS), default=default.buckets, help=unset)
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: a fresh folder under runs/")
     parser.add_argument(
         "--time-limit", type=float, default=300.0, metavar="SECONDS", help="a run hangs when no rank writes for so long"

@@ -78,6 +78,8 @@ def test_tables_have_a_row_a_switch_and_add_up(counts: dict) -> None:
     sources = ablation.sources_table(counts).set_index("switch")
     assert (sources[list(SOURCE_GROUPS)].sum(axis="columns") == sources["total"]).all()
     assert sources["total"].tolist() == table["launches"].tolist()
+    brief = ablation.brief(sources.reset_index())
+    assert (brief.drop(columns=["switch", "launches"]).sum(axis="columns") == brief["launches"]).all()
 
 
 def test_the_waterfall_takes_away_at_each_switch_what_the_counts_lose(counts: dict) -> None:

@@ -4,6 +4,7 @@ concerned.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from distmuon import DistMuon
+from distmuon import DistMuon, agreement
 
 
 def weight(*shape: int) -> nn.Parameter:
@@ -72,10 +73,65 @@ def test_an_unknown_variant_is_refused_with_the_nearest():
         DistMuon([weight(4, 4)], variant="batch")
 
 
+@pytest.mark.parametrize("blocks", ["wq", 4, {3: 4}, [("wq", 4)]])
+def test_row_blocks_that_are_no_dict_of_patterns_are_refused(blocks):
+    for options in ({"params": [("wq", weight(8, 4))], "row_blocks": blocks}, {"params": [("wq", weight(8, 4))]}):
+        with pytest.raises(TypeError, match=r"row_blocks is .*: give a dict, name pattern -> rows"):
+            DistMuon([options], row_blocks=None if "row_blocks" in options else blocks)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("learning_rate", "lr"), ("wd", "weight_decay"), ("row_block", "row_blocks"), ("ns_step", "ns_steps")],
+)
+def test_a_setting_of_a_group_that_is_misspelt_is_refused_with_the_nearest(key, meant):
+    with pytest.raises(ValueError, match=f"unknown setting of a parameter group '{key}'; did you mean '{meant}'"):
+        DistMuon([{"params": [weight(4, 4)], key: 1}])
+
+
+def test_groups_may_carry_a_name_and_what_schedulers_keep_there():
+    optimizer = DistMuon([{"params": [weight(4, 4)], "name": "experts", "initial_lr": 0.1}])
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+    assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([], "empty parameter list"),
+        ([{"params": []}], "there are no parameters"),
+        ([{"weights": [1]}], "a parameter group needs 'params'; this one has 'weights'"),
+    ],
+)
+def test_no_parameters_are_refused(params, message):
+    with pytest.raises(ValueError, match=message):
+        DistMuon(params)
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr": "x"}, "lr is 'x': give a number or a tensor of one"),
+        ({"lr": None}, "lr is None: give a number"),
+        ({"momentum": "x"}, "momentum is 'x': give a number"),
+        ({"weight_decay": torch.ones(1)}, "weight_decay is tensor"),
+        ({"buckets": 3}, "buckets is 3: give a list of tuples"),
+    ],
+)
+def test_settings_of_another_type_are_named(setting, message):
+    with pytest.raises(TypeError, match=message):
+        DistMuon([weight(4, 4)], **setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"lr": -1.0}, "lr is -1.0: give a finite number that is not negative"),
+        ({"lr": float("nan")}, "lr is nan: give a finite number"),
+        ({"lr": torch.tensor(float("inf"))}, "lr is inf: give a finite number"),
+        ({"ns_coefficients": None}, "ns_coefficients is None: give a, b, c"),
+        ({"ns_steps": "5"}, "ns_steps is '5'"),
+        ({"max_batch_bytes": "1 GiB"}, "max_batch_bytes is '1 GiB'"),
         ({"lr": torch.ones(2)}, "lr is a tensor of 2 elements"),
         ({"momentum": -0.1}, "momentum is -0.1"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1"),
@@ -206,6 +262,57 @@ def test_an_unknown_variant_on_one_rank_is_refused_on_all(pool):
     messages = pool.run(2, one_asks_for_an_unknown_variant)
     assert "did you mean 'batched'" in messages[1]
     assert messages[0] == f"rank 1 could not set up DistMuon, so no rank can: ValueError: {messages[1]}"
+
+
+def one_has_no_parameters(rank: int, ranks: int) -> str:
+    return message_of(lambda: DistMuon([sharded("a", ranks, 4, 4)] if rank else []))
+
+
+def test_an_empty_list_on_one_rank_is_refused_on_all(pool):
+    messages = pool.run(3, one_has_no_parameters)
+    assert messages[0] == "optimizer got an empty parameter list"
+    assert set(messages[1:]) == {f"rank 0 could not set up DistMuon, so no rank can: ValueError: {messages[0]}"}
+
+
+def one_has_plain_tensors(rank: int, ranks: int) -> str:
+    named = sharded("a", ranks, 4, 4)
+    return message_of(lambda: DistMuon([named if rank else ("a", weight(4, 4))]))
+
+
+def test_plain_tensors_on_one_rank_of_a_mesh_are_refused_on_all(pool):
+    messages = pool.run(2, one_has_plain_tensors)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("the ranks of mesh (0, 1) disagree on buckets. rank 0: nothing; rank 1:")
+
+
+def one_misspells_a_setting_of_plain_tensors(rank: int, ranks: int) -> str:
+    group = {"params": [weight(4, 4)], "lr" if rank else "learning_rate": 0.1}
+    return message_of(lambda: DistMuon([group]))
+
+
+def test_an_error_of_one_rank_is_raised_on_all_with_plain_tensors_too(pool):
+    messages = pool.run(2, one_misspells_a_setting_of_plain_tensors)
+    assert "did you mean 'lr'" in messages[0]
+    assert messages[1].endswith(messages[0])
+
+
+def only_one_constructs(rank: int, ranks: int) -> str:
+    agreement.TIME_LIMIT = timedelta(seconds=1)
+    try:
+        if rank == 0:
+            DistMuon([weight(4, 4)])
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        agreement.TIME_LIMIT = timedelta(minutes=10)
+    return "no error"
+
+
+def test_a_rank_that_does_not_construct_ends_the_wait_of_the_others(pool):
+    messages = pool.run(2, only_one_constructs)
+    assert messages[0].startswith("not all ranks constructed DistMuon within 0:00:01")
+    assert "1" in messages[0].partition("plain tensors.")[2], messages[0]
+    assert messages[1] == "no error"
 
 
 def missing_on_one(rank: int, ranks: int) -> None:

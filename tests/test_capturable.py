@@ -122,3 +122,65 @@ def test_the_learning_rate_must_be_a_tensor():
 def test_only_the_fused_variant_is_capturable():
     with pytest.raises(ValueError, match="capturable=True needs a variant with elementwise='bucket'"):
         DistMuon([nn.Parameter(torch.zeros(4, 4))], lr=torch.tensor(0.1), capturable=True, variant="baseline")
+
+
+def plain_parameters(device: str) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(tensor.to(device)) for name, tensor in values(case(0, {}), -1).items()}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU to capture a CUDA graph on")
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("ns_algorithm", ["standard", "copy_free", "gram"])
+def test_a_cuda_graph_holds_a_step(settings, ns_algorithm):
+    """Captured once, replayed with other gradients and another learning rate, against steps that are run eagerly."""
+    asked = case(0, settings)
+    eager, captured = plain_parameters("cuda"), plain_parameters("cuda")
+    rates = [torch.tensor(0.02, device="cuda") for _ in range(2)]
+    optimizers = [
+        DistMuon(
+            parameters.items(),
+            lr=lr,
+            capturable=True,
+            row_blocks=asked.row_blocks,
+            ns_algorithm=ns_algorithm,
+            **settings,
+        )
+        for parameters, lr in zip((eager, captured), rates, strict=True)
+    ]
+    for parameters in (eager, captured):  # that stay where they are: a graph reads the memory that it was captured with
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def set_inputs(step: int) -> None:
+        for name, gradient in values(asked, step).items():
+            for parameters in (eager, captured):
+                grad = parameters[name].grad
+                assert grad is not None
+                grad.copy_(gradient)
+        for lr in rates:
+            lr.fill_(0.02 / (step + 1))
+
+    # Warm up beside the default stream, as capturing wants: static buffers, and cuBLAS's workspace of the stream.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for step in range(3):
+            set_inputs(step)
+            for optimizer in optimizers:
+                optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # records, and steps nothing
+        optimizers[1].step()
+    for step in range(3, 6):
+        set_inputs(step)
+        optimizers[0].step()
+        graph.replay()
+        torch.cuda.synchronize()
+        differing = [name for name in eager if not torch.equal(eager[name], captured[name])]
+        assert differing == []
+        momenta = [
+            [optimizer.state[parameter]["momentum_buffer"] for parameter in parameters.values()]
+            for optimizer, parameters in zip(optimizers, (eager, captured), strict=True)
+        ]
+        assert all(map(torch.equal, *momenta))

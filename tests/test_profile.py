@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from matplotlib.colors import to_hex
 
 from distmuon.profiling import findings, plots, tables
@@ -156,7 +157,7 @@ def test_the_published_table_has_a_verdict_a_row(run: Run) -> None:
     assert table["verdict"].tolist()[:4] == ["equal", "equal", "equal", "n/a: no GPU here"]
     assert re.match(r"(unchanged within noise|too few pairs to tell) \(", table.loc["CPU span (ms)", "verdict"])
     assert table.loc["GPU span (ms)", ["baseline", "batched", "change"]].isna().all()
-    assert set(tables.sources_table(kimi(run), PUBLISHED)["published"]) == {"equal", ""}
+    assert set(tables.sources_table(kimi(run), PUBLISHED)[tables.DERIVED]) == {"equal", ""}
     assert "Every published count is met exactly." in findings.conclusion(kimi(run), PUBLISHED)
 
 
@@ -316,6 +317,11 @@ def script() -> ModuleType:
         (["--variant", "baseline", "--variant", "batched", "--set", "packing=bucket"], "each once"),
         (["--rank", "4"], "did you mean '--ranks'"),
         (["--device", "gpu"], "unknown device 'gpu'"),
+        (["--ns-algorithm", "gramm"], "unknown ns_algorithm 'gramm'; did you mean 'gram'"),
+        pytest.param(
+            *(["--device", "cuda"], "device 'cuda' needs a GPU a rank: 4, and there are 0"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
+        ),
         (["--ranks", "3", "--ep", "2"], "3"),
         (["--steps", "0"], "steps must be 1 or more, not 0"),
         (["--variant", "batched", "--variant", "batched"], "each once"),

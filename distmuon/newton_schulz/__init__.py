@@ -12,7 +12,7 @@
 from distmuon.newton_schulz.coefficients import COEFFICIENTS, POLAR_EXPRESS, Coefficients, Triple, coefficients_by_step
 from distmuon.newton_schulz.costs import MAX_BATCH_BYTES, NS_ALGORITHMS
 from distmuon.newton_schulz.orthogonalize import orthogonalize_
-from distmuon.newton_schulz.scratch import Scratch
+from distmuon.newton_schulz.scratch import Results, Scratch
 
 __all__ = [
     "COEFFICIENTS",
@@ -20,6 +20,7 @@ __all__ = [
     "NS_ALGORITHMS",
     "POLAR_EXPRESS",
     "Coefficients",
+    "Results",
     "Scratch",
     "Triple",
     "coefficients_by_step",

@@ -74,7 +74,7 @@ def batch_bytes(rows: int, cols: int, itemsize: int, ns_algorithm: str = "standa
         case "polynomial":
             scratch = 2 * numel + 2 * filled_steps * square
         case "gram":
-            scratch = 3 * numel + 4 * square
+            scratch = 3 * numel + 8 * square
         case _:
             scratch = 2 * numel + 2 * square
     return numel * itemsize + max(scratch * itemsize, 4 * numel)

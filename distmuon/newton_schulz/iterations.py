@@ -18,7 +18,7 @@ Each function takes
     x: (short, long) or (n, short, long), any strides; may be changed.
     triples: a, b, c of each step.
     out: where the last product may write its result, None for a tensor of its own. It may be what ``x`` is in.
-    scratch: for all other results.
+    results: for all others; those of the step before may be written over.
     identities: what makes them; "standard" needs none.
 
 and returns the result: ``out``, ``x`` itself, or a new contiguous tensor.
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from distmuon.newton_schulz.coefficients import Triple
 from distmuon.newton_schulz.costs import gram_segments
-from distmuon.newton_schulz.scratch import Scratch
+from distmuon.newton_schulz.scratch import Results
 
 
 class Identities(NamedTuple):
@@ -43,49 +43,54 @@ class Identities(NamedTuple):
     Attributes:
         counting: 0, 1, 2, ..., as many as they have rows.
         filled_steps: for how many steps of a batch they are made at once.
-        scratch: for them.
+        results: for them.
     """
 
     counting: Tensor
     filled_steps: int
-    scratch: Scratch
+    results: Results
 
     def make(self, x: Tensor, *numbers: int) -> Tensor:
         """(*numbers, short, short) of the dtype of ``x``: 1 where row and column have one number."""
         size = (*numbers, len(self.counting), len(self.counting))
-        result = self.scratch.empty(f"{numbers} identities", x, size, x.dtype)
-        return torch.eq(self.counting[:, None].expand(size), self.counting.expand(size), out=result)
+        return self._fill(self.results.empty(f"{numbers} identities", x, size, x.dtype))
 
     def each(self, x: Tensor, a_step: int, steps: int) -> Iterator[Tensor]:
         """Identities like the Gram matrices of ``x``, ``a_step`` for each of the steps, each to be used once."""
-        for start in range(0, steps, self.filled_steps):
-            yield from self.make(x, a_step * min(self.filled_steps, steps - start), *x.shape[:-2])
+        made = self.make(x, a_step * min(self.filled_steps, steps), *x.shape[:-2])
+        yield from made
+        for start in range(self.filled_steps, steps, self.filled_steps):
+            yield from self._fill(made[: a_step * (steps - start)])
+
+    def _fill(self, tensor: Tensor) -> Tensor:
+        size = tensor.shape
+        return torch.eq(self.counting[:, None].expand(size), self.counting.expand(size), out=tensor)
 
 
 def standard(
-    x: Tensor, triples: Sequence[Triple], out: Tensor | None, scratch: Scratch, _: Identities | None
+    x: Tensor, triples: Sequence[Triple], out: Tensor | None, results: Results, _: Identities | None
 ) -> Tensor:
     """As ``torch.optim.Muon``, product by product."""
     addmm, mm = (torch.baddbmm, torch.bmm) if x.ndim == 3 else (torch.addmm, torch.mm)
-    like = x
+    x_t = x.mT
     for step, (a, b, c) in enumerate(triples, 1):
-        gram = scratch("gram", like, mm, x, x.mT)
-        polynomial = scratch("polynomial", like, addmm, gram, gram, gram, beta=b, alpha=c)
-        if out is None or not 1 < step == len(triples):  # in the first step x may be in out
-            x = scratch(f"iterate {step % 2}", like, addmm, x, polynomial, x, beta=a)
-        elif _by_columns(out):
-            addmm(x.mT, x.mT, polynomial.mT, beta=a, out=out.mT)
-            return out
-        else:
+        gram = results("gram", mm, x, x_t)
+        polynomial = results("polynomial", addmm, gram, gram, gram, beta=b, alpha=c)
+        if out is not None and 1 < step == len(triples):  # in the first step x may be in out
+            if _by_columns(out):
+                addmm(x_t, x_t, polynomial.mT, beta=a, out=out.mT)
+                return out
             return addmm(x, polynomial, x, beta=a, out=out)
+        name = f"iterate {step % 2}"
+        x = results(name, addmm, x, polynomial, x, beta=a)
+        x_t = results.transposed(name)
     return x
 
 
 def polynomial(
-    x: Tensor, triples: Sequence[Triple], out: Tensor | None, scratch: Scratch, identities: Identities
+    x: Tensor, triples: Sequence[Triple], out: Tensor | None, results: Results, identities: Identities
 ) -> Tensor:
     """The square completed; exactly the standard FLOPs."""
-    like = x
     bias = identities.each(x, 2, len(triples))
     for step, (a, b, c) in enumerate(triples, 1):
         weight = b * b / (4 * c)
@@ -93,39 +98,39 @@ def polynomial(
         factor = _add_product_(next(bias), square, square, beta=a - weight, alpha=weight)
         if out is not None and 1 < step == len(triples):
             return _product_into(out, factor, x)
-        x = scratch(f"iterate {step % 2}", like, _mm(x), factor, x)
+        x = results(f"iterate {step % 2}", _mm(x), factor, x)
     return x
 
 
 def in_place(
-    x: Tensor, triples: Sequence[Triple], _: Tensor | None, scratch: Scratch, identities: Identities
+    x: Tensor, triples: Sequence[Triple], _: Tensor | None, results: Results, identities: Identities
 ) -> Tensor:
     """The square completed and X updated in place; for matrices that are square or nearly so."""
     bias = identities.each(x, 1, len(triples))
     for a, b, c in triples:
         weight = b * b / (4 * c)
         square = _add_product_(next(bias), x, x.mT, beta=1.0, alpha=2 * c / b)
-        _add_product_(x, square, scratch("product", x, _mm(x), square, x), beta=a - weight, alpha=weight)
+        _add_product_(x, square, results("product", _mm(x), square, x), beta=a - weight, alpha=weight)
     return x
 
 
-def gram(x: Tensor, triples: Sequence[Triple], out: Tensor | None, scratch: Scratch, identities: Identities) -> Tensor:
+def gram(x: Tensor, triples: Sequence[Triple], out: Tensor | None, results: Results, identities: Identities) -> Tensor:
     """On the Gram matrix; for matrices much wider than tall. X is read anew at every restart."""
-    mm, like = _mm(x), x
+    mm = _mm(x)
     identity = identities.make(x)
     for number, (start, stop) in enumerate(gram_segments(len(triples))):
-        square, applied = scratch("square 1", like, mm, x, x.mT), None
+        square, applied = results("square 1", mm, x, x.mT), None
         for step, (a, b, c) in enumerate(triples[start:stop], start + 1):
-            factor = scratch(f"factor {step % 2}", like, torch.add, identity, square, alpha=b / a)
+            factor = results(f"factor {step % 2}", torch.add, identity, square, alpha=b / a)
             _add_product_(factor, square, square, beta=a, alpha=c)
-            applied = factor if applied is None else scratch(f"applied {step % 2}", like, mm, applied, factor)
+            applied = factor if applied is None else results(f"applied {step % 2}", mm, applied, factor)
             if step < stop:
-                square = scratch("half", like, mm, factor, square)
-                square = scratch(f"square {(step - start + 1) % 2}", like, mm, square, factor)
+                square = results("half", mm, factor, square)
+                square = results(f"square {(step - start + 1) % 2}", mm, square, factor)
         assert applied is not None
         if out is not None and number and stop == len(triples):
             return _product_into(out, applied, x)
-        x = scratch(f"iterate {number % 2}", like, mm, applied, x)
+        x = results(f"iterate {number % 2}", mm, applied, x)
     return x
 
 
@@ -167,7 +172,7 @@ def _by_columns(tensor: Tensor) -> bool:
 
 
 #: By the names that :func:`~distmuon.newton_schulz.costs.arrangement` chooses from.
-ITERATIONS: dict[str, Callable[[Tensor, Sequence[Triple], Tensor | None, Scratch, Any], Tensor]] = {
+ITERATIONS: dict[str, Callable[[Tensor, Sequence[Triple], Tensor | None, Results, Any], Tensor]] = {
     "standard": standard,
     "polynomial": polynomial,
     "in_place": in_place,

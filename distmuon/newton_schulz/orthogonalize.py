@@ -10,7 +10,7 @@ from torch import Tensor
 from distmuon.newton_schulz.coefficients import COEFFICIENTS, Triple
 from distmuon.newton_schulz.costs import MAX_BATCH_BYTES, arrangement, filled_steps
 from distmuon.newton_schulz.iterations import ITERATIONS, Identities, iteration_dtype
-from distmuon.newton_schulz.scratch import FRESH, Scratch
+from distmuon.newton_schulz.scratch import Scratch
 
 #: On a CPU matrices with a shorter short side are orthogonalised one at a time, each in memory of its own. Up to 16^3
 #: multiply-adds PyTorch multiplies one pair of bf16 matrices by itself but hands a batch of them to oneDNN
@@ -30,7 +30,7 @@ def orthogonalize_(
     ns_algorithm: str = "standard",
     counting: Tensor | None = None,
     max_bytes: int = MAX_BATCH_BYTES,
-    scratch: Scratch = FRESH,
+    scratch: Scratch | None = None,
 ) -> None:
     """Orthogonalise ``matrices``: ``X <- a X + (b X X^T + c (X X^T)^2) X`` for each of ``triples``, on the short side.
 
@@ -47,7 +47,7 @@ def orthogonalize_(
         counting: 0, 1, 2, ... on the device, at least as many as the short side has, from which identities are made;
             None for a tensor of its own.
         max_bytes: within which identities are made for several steps at once.
-        scratch: for what is needed on the way.
+        scratch: for what is needed on the way; None for tensors of its own.
     """
     batched = matrices.ndim == 3
     rows, cols = matrices.shape[-2:]
@@ -66,36 +66,35 @@ def orthogonalize_(
                 scratch=scratch,
             )
         return
+    results = (scratch or Scratch()).results(matrices.shape, matrices.dtype)
     in_place = out is None and matrices.dtype == ns_dtype and not small
     x = matrices
     if not in_place:  # with another out a copy even if nothing is cast: the division must not reach the momentum
-        x = scratch.empty("input", matrices, matrices.shape, ns_dtype).copy_(matrices)
+        x = results.empty("input", matrices, matrices.shape, ns_dtype).copy_(matrices)
     out = matrices if out is None else out
     # Over the stored orientation, so that a matrix and its place in a batch are summed in the same order.
-    norm = scratch("norm", x, torch.linalg.vector_norm, x.flatten(1) if batched else x, dim=1 if batched else None)
-    norm = norm.clamp_(min=eps).view(-1, 1, 1) if batched else norm.clamp_(min=eps)
+    norm = results("norm", torch.linalg.vector_norm, x, dim=(-2, -1), keepdim=True).clamp_(min=eps)
     arithmetic = arrangement(rows, cols, ns_algorithm)
     dtype = iteration_dtype(arithmetic, ns_dtype)
     if dtype == x.dtype:
         x.div_(norm)
     else:
-        x = torch.div(x, norm, out=scratch.empty("divided", x, x.shape, dtype))
+        x = torch.div(x, norm, out=results.empty("divided", x, x.shape, dtype))
     # The first iteration reads a tall matrix through its transpose and leaves a wide, contiguous one. Copying it into a
     # wide one before would round differently.
     tall = rows > cols
     wide = x.mT if tall else x
     wide_out = wide if x is out else out.mT if tall else out
-    short = min(rows, cols)
-    if counting is None and arithmetic != "standard":
-        counting = torch.arange(short, dtype=torch.int32, device=x.device)
     identities = None
-    if counting is not None:
-        number = len(matrices) if batched else 1
+    if arithmetic != "standard":
+        short, number = min(rows, cols), len(matrices) if batched else 1
+        if counting is None:
+            counting = torch.arange(short, dtype=torch.int32, device=x.device)
         together = filled_steps(number, rows, cols, dtype.itemsize, ns_algorithm, len(triples), max_bytes)
-        identities = Identities(counting[:short], together, scratch)
+        identities = Identities(counting[:short], together, results)
     target = None if small or out.dtype != dtype else wide_out
-    result = ITERATIONS[arithmetic](wide, triples, target, scratch, identities)
+    result = ITERATIONS[arithmetic](wide, triples, target, results, identities)
     if result is not wide_out:
         if ns_dtype not in (dtype, out.dtype):  # rounded to that, too, wherever it goes
-            result = scratch.empty("rounded", result, result.shape, ns_dtype).copy_(result)
+            result = results.empty("rounded", result, result.shape, ns_dtype).copy_(result)
         wide_out.copy_(result)

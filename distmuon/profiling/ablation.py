@@ -19,6 +19,15 @@ from distmuon.workloads.storage import plan_for
 
 NBSP = "\N{NO-BREAK SPACE}"
 
+#: Groups of sources under short names, for tables that have little room.
+BRIEFLY = {
+    "products": ("matrix products",),
+    "their bias": ("bias copies of matrix products",),
+    "rest of N.-S.": ("rest of Newton-Schulz",),
+    "elementwise": ("momentum, decay, update",),
+    "packing": ("pack", "unpack on the owner", "pack on the owner", "unpack into the update"),
+}
+
 COUNTED = ("async_copies", "launches", "collectives", "wire_bytes")
 
 
@@ -71,6 +80,19 @@ def sources_table(counts: Mapping[str, LaunchCounts]) -> pd.DataFrame:
         }
         rows.append({"switch": label, "total": counted.mean("launches"), **groups})
     return pd.DataFrame(rows)
+
+
+def brief(sources: pd.DataFrame) -> pd.DataFrame:
+    """What :func:`sources_table` gives in as few columns as a page has room for: all copies to and from buffers are
+    one.
+    """
+    return pd.DataFrame(
+        {
+            "switch": sources["switch"],
+            "launches": sources["total"],
+            **{name: sources[list(groups)].sum(axis="columns") for name, groups in BRIEFLY.items()},
+        }
+    )
 
 
 def counts_table(counts: Mapping[str, LaunchCounts]) -> pd.DataFrame:

@@ -8,11 +8,13 @@ is.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from distmuon.commandline import checked
 from distmuon.names import choose
 from distmuon.newton_schulz import NS_ALGORITHMS
 from distmuon.variants import SWITCHES, VARIANTS, Variant
@@ -101,6 +103,21 @@ def read_setting(text: str) -> tuple[str, str]:
     values = SWITCHES | OPTIONS
     choose("switch", switch, values)
     return switch, choose(switch, value, values[switch])
+
+
+def add_set_option(parser: argparse.ArgumentParser) -> None:
+    """Give a script ``--set SWITCH=VALUE``, any number of times; ``settings`` are what :meth:`Contestant.turned`
+    takes.
+    """
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        type=checked(read_setting),
+        metavar="SWITCH=VALUE",
+        help="turn a switch of every variant given, as packing=bucket; may be given several times",
+    )
 
 
 def ladder(start: str, settings: Sequence[str]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import TextIO
 from distmuon.folders import claim, fresh
 from distmuon.profiling.launch import launch
 from distmuon.profiling.results import Run
-from distmuon.profiling.session import Settings, profile_rank
+from distmuon.profiling.session import Settings, profile_rank, refuse_absent_gpus
 
 
 def profile(
@@ -38,9 +38,11 @@ def profile(
         The results; None on a rank other than 0 of a run that was joined.
 
     Raises:
+        ValueError: GPUs are asked for and there are too few.
         FileExistsError: ``out`` already holds files.
         RankFailure: a rank died or hung; no process is left.
     """
+    refuse_absent_gpus(settings)  # before there is a folder, or a rank that dies of it
     command = command or shlex.join(["python", *sys.argv])
     folder = Path(out) if out else fresh(f"profile-{settings.workload.replace('/', '-by-')}")
     rank = int(os.environ.get("RANK", 0))

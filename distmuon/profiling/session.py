@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from distmuon.names import choose
+from distmuon.newton_schulz import NS_ALGORITHMS
 from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.counting import count_launches
 from distmuon.profiling.events import rank_events, sent_bytes, step_range
@@ -57,6 +58,7 @@ class Settings:
         ns_dtype: of Newton-Schulz; "auto" is bfloat16 on a GPU and float32 on a CPU, which may lack units for the
             other.
         buckets: of variants that do not set them: "published", the workload's own, or "auto", DistMuon's choice.
+        ns_algorithm: of variants that do not set it.
 
     Raises:
         ValueError: a name is unknown (the nearest is given), a number is too small, or ranks, ep and workload do not
@@ -75,6 +77,7 @@ class Settings:
     device: str = "auto"
     ns_dtype: str = "auto"
     buckets: str = "published"
+    ns_algorithm: str = "standard"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "variants", tuple(self.variants))
@@ -89,6 +92,7 @@ class Settings:
         choose("device", self.device, DEVICES)
         choose("ns_dtype", self.ns_dtype, NS_DTYPES)
         choose("buckets", self.buckets, BUCKETS)
+        choose("ns_algorithm", self.ns_algorithm, NS_ALGORITHMS)
 
     def to_json(self) -> str:
         """As one line of JSON, for :meth:`from_json`."""
@@ -232,12 +236,24 @@ def _local_ranks(settings: Settings) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", settings.ranks))
 
 
+def _enough_gpus(settings: Settings) -> bool:
+    return torch.cuda.is_available() and torch.cuda.device_count() >= _local_ranks(settings)
+
+
+def refuse_absent_gpus(settings: Settings) -> None:
+    """Refuse ``device="cuda"`` where a rank would have no GPU of its own.
+
+    Raises:
+        ValueError: saying how many there are.
+    """
+    if settings.device == "cuda" and not _enough_gpus(settings):
+        needed = _local_ranks(settings)
+        raise ValueError(f"device 'cuda' needs a GPU a rank: {needed}, and there are {torch.cuda.device_count()}")
+
+
 def _device(settings: Settings) -> torch.device:
-    local_ranks = _local_ranks(settings)
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
-    if settings.device == "cuda" and not enough:
-        raise ValueError(f"device 'cuda' needs a GPU a rank: {local_ranks}, and there are {torch.cuda.device_count()}")
-    if settings.device == "cpu" or not enough:
+    refuse_absent_gpus(settings)
+    if settings.device == "cpu" or not _enough_gpus(settings):
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
@@ -263,7 +279,7 @@ def _trainer(settings: Settings, variant: str, rank: int, device: torch.device) 
 
 
 def _options(settings: Settings, variant: str) -> dict[str, Any]:
-    return Contestant(variant).options(buckets=settings.buckets)
+    return Contestant(variant).options(buckets=settings.buckets, ns_algorithm=settings.ns_algorithm)
 
 
 def main() -> None:

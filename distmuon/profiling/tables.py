@@ -21,6 +21,9 @@ TIME = "{:,.1f}"
 
 PUBLISHED_VARIANTS = ("baseline", "batched")
 
+#: The column of :func:`sources_table` with a verdict.
+DERIVED = "against the derivation"
+
 #: The sources of launches in groups, in the order of their size, with the names that figures and tables use.
 SOURCE_GROUPS = {
     "matrix products": ("gemm",),
@@ -43,7 +46,8 @@ def is_published_setup(run: Run, published: Mapping[str, Any]) -> bool:
     """Whether a run has the workload, ranks, expert parallelism and variants of the published figures."""
     settings, setup = run.summary["settings"], published["setup"]
     same = all(settings[name] == setup[name] for name in ("workload", "ranks", "ep"))
-    return same and settings["buckets"] == "published" and set(PUBLISHED_VARIANTS) <= set(run.variants)
+    same = same and (settings["buckets"], settings["ns_algorithm"]) == ("published", "standard")
+    return same and set(PUBLISHED_VARIANTS) <= set(run.variants)
 
 
 def published_table(run: Run, published: Mapping[str, Any]) -> pd.DataFrame:
@@ -80,7 +84,9 @@ def published_table(run: Run, published: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def sources_table(run: Run, published: Mapping[str, Any]) -> pd.DataFrame:
-    """Copies and launches of each variant by source, means over ranks, and whether the published ones are the same."""
+    """Copies and launches of each variant by source, means over ranks, and whether they are those that are derived from
+    the published setup: the profile itself gives totals only.
+    """
     sources = run.sources()
     comparable = is_published_setup(run, published)
     rows = []
@@ -94,9 +100,9 @@ def sources_table(run: Run, published: Mapping[str, Any]) -> pd.DataFrame:
                 if comparable and variant in PUBLISHED_VARIANTS:
                     derived = [entry for entry in published["derivation"] if set(entry["sources"]) <= set(members)]
                     agrees = agrees and ours == sum(entry[variant][value] for entry in derived)
-        rows.append(row | {"published": ("equal" if agrees else "DIFFERS") if comparable else NOT_AVAILABLE})
+        rows.append(row | {DERIVED: ("equal" if agrees else "DIFFERS") if comparable else NOT_AVAILABLE})
     table = pd.DataFrame(rows)
-    total = {"source": "total", **table.drop(columns=["source", "published"]).sum().to_dict(), "published": ""}
+    total = {"source": "total", **table.drop(columns=["source", DERIVED]).sum().to_dict(), DERIVED: ""}
     return pd.concat([table, pd.DataFrame([total])], ignore_index=True)
 
 

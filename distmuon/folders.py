@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-
 #: Where runs go, under the working folder.
 RUNS = Path("runs")
 

@@ -158,7 +158,7 @@ def step_change(found: Ablation, contestant: str) -> Change | None:
 def key_figures(found: Ablation) -> dict[str, float]:
     """What many ablations are compared by: the first contestant and the last."""
     first, *_, last = found.counts.values()
-    figures = {}
+    figures: dict[str, float] = {}
     for name in ("async_copies", "launches", "collectives"):
         label = name.replace("_", " ")
         figures |= {f"{label}, first": first.mean(name), f"{label}, last": last.mean(name)}

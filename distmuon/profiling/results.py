@@ -67,8 +67,8 @@ class Run(Shown):
     def _line(self) -> str:
         settings = self.summary["settings"]
         return (
-            f"{settings['workload']} on {settings['ranks']} {settings['device']} ranks, {settings['steps']} steps, "
-            f"{settings['repeats']} repeats; files in {self.folder}"
+            f"{settings['workload']} on {settings['ranks']} {settings['device'].upper()} ranks, "
+            f"{settings['repeats']} x {settings['steps']} profiled steps, files in {self.folder}"
         )
 
     def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:

@@ -141,7 +141,7 @@ def key_figures(run: Run) -> dict[str, float]:
     """What many profiles are compared by: the last variant, and how it stands to the first."""
     first, last = run.variants[0], run.variants[-1]
     before, after = run.of(first)["mean"], run.of(last)["mean"]
-    figures = {}
+    figures: dict[str, float] = {}
     for name in COUNTED:
         label = name.replace("_", " ")
         figures |= {f"{label}, first": before[name], f"{label}, last": after[name]}

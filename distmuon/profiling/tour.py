@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -14,7 +13,7 @@ from distmuon.profiling.sweep import sweep_copies
 from distmuon.profiling.whereabouts import ownership_finding
 
 #: How to write the columns of :func:`sweep_table` that are not plain numbers.
-FORMATS: dict[str, str | Callable[[object], str]] = {
+FORMATS = {
     "change": "{:+.0%}",
     "single (µs)": "{:,.1f}",
     "batched (µs)": "{:,.1f}",
@@ -50,8 +49,8 @@ def sweep_finding(sweep: pd.DataFrame) -> str:
     most = small.loc[small["regions"].idxmax()]
     single, batched = most["single_us"] / most["regions"], most["batched_us"] / most["regions"]
     return (
-        f"A `copy_` of {most['region_bytes']:,} bytes takes {single:.2f} µs here, nearly all of it the call itself. One "
-        f"batched copy of {most['regions']} such regions takes {batched:.2f} µs a region, and on a GPU it is "
+        f"A `copy_` of {most['region_bytes']:,} bytes takes {single:.2f} µs here, nearly all of it the call itself. "
+        f"One batched copy of {most['regions']} such regions takes {batched:.2f} µs a region, and on a GPU it is "
         f"{_launches(most['batched_launches'])} instead of {most['single_launches']:,}."
     )
 
@@ -70,7 +69,7 @@ def conclusion(regions: pd.DataFrame, sweep: pd.DataFrame, run: Run) -> str:
     mean, settings = run.of(variant)["mean"], run.summary["settings"]
     span = run.steps()["cpu_span_ms"].mean()
     step = (
-        f"A {variant} step of {settings['workload']} on {settings['ranks']} {settings['device']} ranks takes "
+        f"A {variant} step of {settings['workload']} on {settings['ranks']} {settings['device'].upper()} ranks takes "
         f"{span:.1f} ms on the host, {mean['collectives']:g} exchanges a rank among them; on a GPU it launches "
         f"{mean['async_copies']:,g} async copies and {mean['launches']:,g} activities in all."
     )

@@ -14,6 +14,7 @@ from distmuon.matrices import Matrix
 from distmuon.names import choose
 from distmuon.placement import regions
 from distmuon.plan import Plan, plan_step
+from distmuon.profiling.ablation import NBSP
 from distmuon.profiling.plots import WIDTH
 
 # Rank by rank, from dark to light and back, so that neighbours differ in grey as well; with the ink to write on them.
@@ -79,7 +80,7 @@ def of_parameter(table: pd.DataFrame, name: str) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "matrix": rows["matrix"],
-            "its size": rows["rows"].astype(str) + " x " + rows["cols"].astype(str),
+            "its size": rows["rows"].astype(str) + f"{NBSP}x{NBSP}" + rows["cols"].astype(str),
             "held by rank": rows["rank"],
             "rows from": rows["row"],
             "to": rows["row"] + rows["region_rows"],
@@ -96,10 +97,15 @@ def regions_finding(table: pd.DataFrame, name: str) -> str:
     rows = table[table["parameter"] == name]
     matrices = rows["matrix"].nunique()
     away = rows[rows["rank"] != rows["owner"]]
-    return (
+    held = (
         f"{name} is {_several(matrices, 'matrix', 'matrices')}, held in {_several(len(rows), 'region', 'regions')} by "
-        f"{_several(rows['rank'].nunique(), 'rank', 'ranks')}; {len(away)} of the regions lie on another rank than "
-        "the one that orthogonalises their matrix, so they travel there, and their part of the result travels back."
+        f"{_several(rows['rank'].nunique(), 'rank', 'ranks')}"
+    )
+    if away.empty:
+        return f"{held}. Each lies on the rank that orthogonalises its matrix, so nothing travels."
+    return (
+        f"{held}. {len(away)} of the regions lie on another rank than the one that orthogonalises their matrix: they "
+        "travel there, and their part of the result travels back."
     )
 
 

@@ -59,7 +59,7 @@ def read_grid(path: Path) -> list[Request]:
         ValueError: an unknown name, a value that is refused, or the same run twice.
     """
     content = read_yaml(path)
-    requests = []
+    requests: list[Request] = []
     for block in content if isinstance(content, list) else [content]:
         requests += _read_block(path, block)
     keys = [request.key for request in requests]

@@ -93,7 +93,7 @@ def execute(
                 stderr_file=shown,
                 cwd=str(notebook.resolve().parent),
                 execution_timeout=cell_timeout,
-                extra_arguments=["--log-level=ERROR"],  # of the kernel, which else warns of its loopback connection
+                extra_arguments=["--log-level=CRITICAL"],  # of the kernel: what matters is in its messages to us
             )
         except PapermillExecutionError:
             pass  # a cell raised: the notebook holds the error

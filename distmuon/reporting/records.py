@@ -138,7 +138,7 @@ def mark_failed(folder: Path, where: str, error: str) -> None:
 
 
 def as_long_table(tables: Sequence[Table]) -> pd.DataFrame:
-    """All cells of some tables, a row each: ``table`` (its caption), ``row``, ``column``, and ``number`` or ``text``."""
+    """All cells of tables, a row each: ``table`` (its caption), ``row``, ``column``, and ``number`` or ``text``."""
     rows = []
     for table in tables:
         for number, values in enumerate(table["rows"]):

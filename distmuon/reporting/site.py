@@ -74,7 +74,7 @@ def write_site(folder: Path, notebooks: Sequence[Path], under: Path = RUNS) -> P
 def _latest(records: Sequence[Record], notebook: str) -> Record | None:
     complete = [each for each in records if each.notebook == notebook and each.status == COMPLETE]
     by_default = [each for each in complete if not _changed(each)]
-    return (by_default or complete or [None])[-1]
+    return (by_default or complete)[-1] if complete else None
 
 
 def _changed(record: Record) -> dict[str, object]:

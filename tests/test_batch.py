@@ -69,11 +69,8 @@ def test_a_failed_run_does_not_stop_the_batch_but_fails_it(
 ) -> None:
     _, (code, said), _ = batch
     assert code == 1
-    assert [line.split()[1] for line in said.splitlines() if line.startswith("[")] == [
-        "complete:",
-        "FAILED:",
-        "complete:",
-    ]
+    told = [line.split()[1] for line in said.splitlines() if line.startswith("[")]
+    assert told == ["complete:", "FAILED:", "complete:"]
     assert "3 runs, 1 failed, 0 were there already" in said
     assert "RuntimeError: three is odd" in said
 

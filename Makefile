@@ -1,6 +1,7 @@
 # `make report` and `make test` are all the set-up there is: the first call makes .venv and installs into it.
 #
-#   make report            train, profile, write reports/distmuon.html and the page it links to; QUICK=1: smallest parameters
+#   make report            train, profile, write reports/distmuon.html and the pages it links to; QUICK=1: smallest parameters
+#   make compare A=... B=...   two traces, or folders of ranks, side by side: reports/compare.html; RANGE=... RANGE_B=...
 #   make test              the tests; SLOW=1 runs the slow ones too        PYTEST_ARGS="-k plan": handed to pytest
 #   make batch             a grid of parameters, a folder a run, and runs/index.html; GRID=notebooks/grids/...yaml
 #   make site              a static folder, site/, from the latest run of each notebook
@@ -19,12 +20,15 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 REPORT := reports/distmuon.html
 ABLATION := reports/ablation.html
+TRACES := reports/traces.html
+TOUR := reports/tour.html
+PROFILE := runs/$(shell date -u +%Y%m%dT%H%M%S)-report
 QUICK_PROFILE := -p workload tiny -p steps 1 -p repeats 2
 QUICK_ABLATION := -p workload tiny -p timed tiny -p steps 1 -p tokens 16 -p turns 5
 GRID ?= notebooks/grids/packing.yaml
 CODE := distmuon scripts tests notebooks
 
-.PHONY: setup report batch site test lab lint types format clean
+.PHONY: setup report compare batch site test lab lint types format clean
 
 setup: $(INSTALLED)
 
@@ -35,10 +39,27 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 report: $(INSTALLED)
+	$(BIN)/python scripts/run_notebook.py notebooks/00_tour.ipynb --html $(TOUR) \
+		--link "The published packing profile" $(notdir $(REPORT))
 	$(BIN)/python scripts/run_notebook.py notebooks/02_ablation.ipynb $(if $(QUICK),$(QUICK_ABLATION)) \
 		--html $(ABLATION) --link "The published packing profile" $(notdir $(REPORT))
 	$(BIN)/python scripts/run_notebook.py notebooks/01_published_profile.ipynb $(if $(QUICK),$(QUICK_PROFILE)) \
-		--html $(REPORT) --link "A switch at a time" $(notdir $(ABLATION))
+		--out $(PROFILE) --html $(REPORT) --link "A tour" $(notdir $(TOUR)) --link "A switch at a time" $(notdir $(ABLATION)) \
+		--link "Two traces side by side" $(notdir $(TRACES))
+	$(BIN)/python scripts/run_notebook.py notebooks/04_compare_traces.ipynb -p a ../$(PROFILE)/files \
+		-p label_a baseline -p range_a 'distmuon.profile/baseline/* > Optimizer.step#DistMuon.step' \
+		-p label_b batched -p range_b 'distmuon.profile/batched/* > Optimizer.step#DistMuon.step' \
+		--html $(TRACES) --link "The published packing profile" $(notdir $(REPORT))
+	@echo "all pages: $(dir $(REPORT)), beginning with $(REPORT)"
+
+# A notebook runs in its own folder.
+beside_notebooks = $(if $(filter /%,$(1)),$(1),../$(1))
+
+compare: $(INSTALLED)
+	@test -n "$(A)" || { echo "name two traces, or two folders of ranks: make compare A=... B=..." >&2; exit 2; }
+	$(BIN)/python scripts/run_notebook.py notebooks/04_compare_traces.ipynb -p a $(call beside_notebooks,$(A)) \
+		$(if $(B),-p b $(call beside_notebooks,$(B))) $(if $(RANGE),-p range_a '$(RANGE)') \
+		$(if $(RANGE_B),-p range_b '$(RANGE_B)') --html reports/compare.html
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(if $(SLOW),,-m "not slow") $(PYTEST_ARGS)

@@ -3,6 +3,7 @@ launches.
 """
 
 from distmuon.clipping import clip_grad_norm_
+from distmuon.combined import muon_with_adamw
 from distmuon.matrices import matrix_rows
 from distmuon.optimizer import DistMuon
 from distmuon.packing import batched_copy_
@@ -20,6 +21,7 @@ __all__ = [
     "batched_copy_",
     "clip_grad_norm_",
     "matrix_rows",
+    "muon_with_adamw",
     "plan_for",
     "split_parameters",
 ]

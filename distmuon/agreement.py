@@ -47,7 +47,9 @@ def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup) -> 
     except RuntimeError as absent:
         raise error or absent from None
     digests = {mesh: hashlib.sha256(repr(tuple(items)).encode()).hexdigest() for mesh, items in claims.items()}
-    gathered = _gather((digests, error and f"{type(error).__name__}: {error}"), group)
+    gathered = gather(
+        "compares parameters and settings", (digests, error and f"{type(error).__name__}: {error}"), group
+    )
     if error:
         raise error
     for rank, (_, message) in enumerate(gathered):
@@ -56,7 +58,7 @@ def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup) -> 
     meshes = sorted({mesh for theirs, _ in gathered for mesh in theirs})
     different = [mesh for mesh in meshes if len({gathered[rank][0].get(mesh) for rank in mesh}) > 1]
     if different:
-        everything = _gather(dict(claims), group)
+        everything = gather("finds the difference", dict(claims), group)
         mesh = different[0]
         raise ValueError(_first_difference(mesh, {rank: everything[rank].get(mesh, ()) for rank in mesh}))
 
@@ -74,9 +76,39 @@ def _meet(group: dist.ProcessGroup) -> None:
         ) from None
 
 
-def _gather(value: object, group: dist.ProcessGroup) -> list:
+def collective_failure(what: str, group: dist.ProcessGroup, error: RuntimeError) -> RuntimeError:
+    """What to raise from the error of a collective, so that it says where it happened.
+
+    Args:
+        what: the collective, and what it is for.
+        group: of the collective.
+        error: which becomes the cause.
+    """
+    ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+    return RuntimeError(
+        f"on rank {dist.get_rank()} {what} among ranks {ranks} failed: one of them died, stopped, came too late or "
+        f"raised alone ({str(error).splitlines()[0]})"
+    )
+
+
+def gather(what: str, value: object, group: dist.ProcessGroup | None) -> list:
+    """The values of all ranks, by rank; without a group that of this rank alone.
+
+    Args:
+        what: it is gathered for, as an error names it.
+        value: of this rank.
+        group: that takes host objects.
+
+    Raises:
+        RuntimeError: another rank has gone.
+    """
+    if group is None:
+        return [value]
     gathered: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
+    try:
+        dist.all_gather_object(gathered, value, group=group)
+    except RuntimeError as error:
+        raise collective_failure(f"the all_gather that {what}", group, error) from error
     return gathered
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from distmuon.matrices import gemm_cost, refuse_unmatched
 from distmuon.options import PlanOptions
-from distmuon.owners import BATCH_COST, even
+from distmuon.owners import LAUNCH_COST, even, launches
 from distmuon.placement import ParameterSpec
 
 #: Without patterns, the parameters that exchange are cut into about this many buckets a group, so that exchange and
@@ -199,11 +199,11 @@ def _best_halves(parameters: Sequence[ParameterSpec], blocks: Sequence[list[int]
 
 
 def _time(parameters: Sequence[ParameterSpec], indices: Sequence[int], ranks: int) -> float:
-    """How long the owners of these parameters' matrices take, in GEMM cost: the busiest, and batches on average."""
+    """How long the owners of these parameters' matrices take, in GEMM cost: the busiest, and launches on average."""
     shapes = [shape for index in indices for shape, count in parameters[index].shapes.items() for _ in range(count)]
     loads = [0] * ranks
     owners = even([gemm_cost(*shape[:2]) for shape in shapes], shapes, loads)
-    return max(loads) + BATCH_COST * len(set(zip(owners, shapes, strict=True))) / ranks
+    return max(loads) + LAUNCH_COST * launches(dict(enumerate(owners)), shapes) / ranks
 
 
 def _ranks(spec: ParameterSpec, options: PlanOptions) -> int:

@@ -34,7 +34,7 @@ class Buffers:
         if plan.options.ns_algorithm != "standard":
             sides = (min(batch.rows, batch.cols) for stage in plan.stages for batch in stage.batches)
             self.counting = torch.arange(max(sides, default=0), dtype=torch.int32, device=device)
-        self._bytes = {key: torch.empty(size, dtype=torch.uint8, device=device) for key, size in sizes.items()}
+        self._bytes = {key: self._reserve(key, size, plan, device) for key, size in sizes.items()}
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +55,16 @@ class Buffers:
         """The work buffer."""
         return self._view(_key("work", stage, self._slots), stage.work_bytes, stage.work_dtype)
 
+    def _reserve(self, key: Key, size: int, plan: Plan, device: torch.device) -> Tensor:
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            largest = max(plan.stages, key=lambda stage: _needs(stage, self._slots).get(key, 0))
+            raise RuntimeError(
+                f"no room for the {key[0]} buffer of bucket {largest.name!r}, {size} bytes: make buckets smaller "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+
     def _view(self, key: Key, size: int, dtype: torch.dtype) -> Tensor:
         return self._bytes[key][:size].view(dtype)
 
@@ -64,11 +74,7 @@ def buffer_bytes(plan: Plan) -> dict[Key, int]:
     slots = _slots(plan)
     sizes: dict[Key, int] = {}
     for stage in plan.stages:
-        needs = {_key("work", stage, slots): stage.work_bytes}
-        if exchange := stage.exchange:
-            needs[_key("holder", stage, slots)] = exchange.holder_bytes
-            needs[_key("owner", stage, slots)] = exchange.owner_bytes
-        for key, size in needs.items():
+        for key, size in _needs(stage, slots).items():
             sizes[key] = max(sizes.get(key, 0), size)
     return sizes
 
@@ -100,6 +106,15 @@ def under_way(plan: Plan) -> list[tuple[Stage, ...]]:
             alive = [stage, upcoming.pop(0)]
         found.append(tuple(alive) if stage.exchange else (*alive, stage))
     return found
+
+
+def _needs(stage: Stage, slots: Mapping[str, int]) -> dict[Key, int]:
+    """Bytes that one stage needs of each buffer."""
+    needs = {_key("work", stage, slots): stage.work_bytes}
+    if exchange := stage.exchange:
+        needs[_key("holder", stage, slots)] = exchange.holder_bytes
+        needs[_key("owner", stage, slots)] = exchange.owner_bytes
+    return needs
 
 
 def _slots(plan: Plan) -> dict[str, int]:

@@ -1,12 +1,14 @@
-"""The command line of every script: unknown options and values are refused with the nearest valid one."""
+"""The command line of every script: unknown options and values are refused with the nearest valid one,
+and tables are plain text.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from distmuon.names import choose
+from distmuon.names import choose, shorten
 
 T = TypeVar("T")
 
@@ -50,3 +52,26 @@ def one_of(kind: str, options: Iterable[str]) -> Callable[[str], str]:
     """An argparse ``type`` that takes one of ``options`` and names the nearest for any other text."""
     valid = list(options)
     return checked(lambda text: choose(kind, text, valid))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as aligned text: numbers to the right, "n/a" for what cannot be told."""
+    cells = [list(rows[0]), *([_written(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    numeric = [not isinstance(value, str) for value in rows[0].values()]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in cells
+    )
+
+
+def _written(value: Any) -> str:
+    """A value of a table as text."""
+    if value is None:
+        return "n/a"
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {name}" for name, count in value.items()) or "0"
+    return f"{value:.4f}" if isinstance(value, float) else shorten(str(value), 80)

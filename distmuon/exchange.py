@@ -1,4 +1,7 @@
-"""The exchange: packed all-to-alls between the holders of regions and the owners of matrices."""
+"""The exchange: packed all-to-alls between the holders of regions and the owners of matrices.
+
+One that fails, as a rank died, stopped or came too late, says on which rank, in which bucket and on which way.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distmuon.agreement import collective_failure
 from distmuon.buffers import Buffers
 from distmuon.plan import Plan
 from distmuon.ranges import phase
@@ -39,7 +43,7 @@ class Exchanger:
         self._out: dict[str, tuple[_Side, _Side]] = {}  # from, to
         self._back: dict[str, tuple[_Side, _Side]] = {}
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._work: dict[str, dist.Work] = {}
+        self._work: dict[str, tuple[str, dist.Work]] = {}
         for stage in plan.stages:
             if exchange := stage.exchange:
                 holder, owner = buffers.holder(stage), buffers.owner(stage)
@@ -49,31 +53,46 @@ class Exchanger:
                 self._groups[stage.name] = groups[exchange.ranks]
         for group in dict.fromkeys(self._groups.values()):
             token = torch.zeros(group.size(), device=device)
-            dist.all_to_all_single(torch.empty_like(token), token, group=group)
+            try:
+                dist.all_to_all_single(torch.empty_like(token), token, group=group)
+            except RuntimeError as error:
+                raise collective_failure("the first all_to_all, which opens connections,", group, error) from error
 
     def send(self, stage: Stage) -> None:
         """Start bringing regions to their owners."""
-        self._start(stage, *self._out[stage.name])
+        self._start(stage, "out", *self._out[stage.name])
 
     def send_back(self, stage: Stage) -> None:
         """Start bringing results back to the holders."""
-        self._start(stage, *self._back[stage.name])
+        self._start(stage, "back", *self._back[stage.name])
 
     def wait(self, stage: Stage) -> None:
         """Wait for the exchange of this stage that was started last; on a GPU the stream waits, not the host."""
-        with phase("wait", stage.name):
-            self._work.pop(stage.name).wait()
+        way, work = self._work.pop(stage.name)
+        try:
+            with phase("wait", stage.name):
+                work.wait()
+        except RuntimeError as error:
+            raise self._failure(stage, way, error) from error
 
-    def _start(self, stage: Stage, source: _Side, target: _Side) -> None:
-        with phase("all_to_all", stage.name):
-            self._work[stage.name] = dist.all_to_all_single(
-                target.buffer,
-                source.buffer,
-                target.splits,
-                source.splits,
-                group=self._groups[stage.name],
-                async_op=True,
-            )
+    def _start(self, stage: Stage, way: str, source: _Side, target: _Side) -> None:
+        try:
+            with phase("all_to_all", stage.name):
+                work = dist.all_to_all_single(
+                    target.buffer,
+                    source.buffer,
+                    target.splits,
+                    source.splits,
+                    group=self._groups[stage.name],
+                    async_op=True,
+                )
+        except RuntimeError as error:
+            raise self._failure(stage, way, error) from error
+        self._work[stage.name] = way, work
+
+    def _failure(self, stage: Stage, way: str, error: RuntimeError) -> RuntimeError:
+        what = f"the all_to_all of bucket {stage.name!r}, on its way {way},"
+        return collective_failure(what, self._groups[stage.name], error)
 
 
 def _sides(way: Way, holder: Tensor, owner: Tensor) -> tuple[_Side, _Side]:

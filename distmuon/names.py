@@ -1,4 +1,4 @@
-"""Choosing by name: one error message for every unknown name."""
+"""Names: one error message for every unknown one, and long ones made short."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def choose(kind: str, value: str, options: Iterable[str]) -> str:
     abbreviated = [name for name in valid if name == _initials(str(value)) or _initials(name) == value]
     nearest = (abbreviated or difflib.get_close_matches(str(value), valid, n=1, cutoff=0.0))[0]
     raise ValueError(f"unknown {kind} {value!r}; did you mean {nearest!r}? Valid: {', '.join(valid)}")
+
+
+def shorten(name: str, width: int) -> str:
+    """``name`` in at most ``width`` characters, with an ellipsis for its middle if it is longer."""
+    if len(name) <= width:
+        return name
+    head = 2 * (width - 1) // 3
+    return f"{name[:head]}…{name[len(name) - (width - 1 - head) :]}"
 
 
 def _initials(name: str) -> str:

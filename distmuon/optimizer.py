@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
-from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from distmuon.agreement import Claims, agree, host_group
 from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
-from distmuon.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
-from distmuon.names import choose
-from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients, coefficients_by_step
+from distmuon.gradients import GradientAgreement, GradientPolicy, checked_gradient
+from distmuon.matrices import RowBlocks
+from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients
 from distmuon.options import Patterns, PlanOptions
-from distmuon.placement import ParameterSpec, Storage
+from distmuon.parameters import claims, describe, find_groups, local, names_of, one_device, settle_row_blocks
 from distmuon.plan import Plan, plan_step
-from distmuon.step import LocalParameter, Settings, StepRunner
+from distmuon.settings import Settings, group_settings, refuse_unknown_keys
+from distmuon.state import loading
+from distmuon.step import LocalParameter, StepRunner
 from distmuon.variants import Variant, get_variant
-
-ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
-NS_DTYPES = (torch.bfloat16, torch.float32)
-
-#: What a parameter group may hold beside settings: parameters, a label, and what learning rate schedulers keep there.
-GROUP_KEYS = (
-    *("params", "param_names", "name", "initial_lr", "swa_lr"),
-    *("max_lr", "min_lr", "base_momentum", "max_momentum"),
-)
 
 
 class DistMuon(torch.optim.Optimizer):
@@ -67,6 +54,13 @@ class DistMuon(torch.optim.Optimizer):
         ns_algorithm: arithmetic of Newton-Schulz, "standard", "copy_free" or "gram"; see
             :mod:`distmuon.newton_schulz`. Only "standard" has the bits of ``torch.optim.Muon``.
         ns_dtype: of Newton-Schulz, bfloat16 or float32.
+        momentum_dtype: of the momentum and of what is orthogonalised; None: the parameter's.
+        scale_free: normalise so that gradients from 1e-30 to 1e30 give the same update. ``eps`` matters no more.
+        missing_gradients: "error": a rank without a gradient raises before it joins any exchange. "skip": a parameter
+            without one on all its ranks is left alone, and one with it on some is an error on every rank; one small
+            collective a step, on the CPU, agrees.
+        non_finite: what becomes of infinite and NaN gradients. "carry": they spread over their matrices. "skip": no
+            rank takes the step, and ``skipped_steps`` counts it; "error": every rank raises. These agree likewise.
         max_batch_bytes: what one Newton-Schulz batch of several parameters may hold: stack, scratch, fp32 staging.
         share_replicas: whether the replicas of a matrix (``Replicate`` axes, as HSDP has them) split the work, each
             matrix orthogonalised once over all of them, or repeat it. None: they share unless that sends more bytes
@@ -77,8 +71,8 @@ class DistMuon(torch.optim.Optimizer):
 
     Raises:
         ValueError: a setting, parameter, pattern or placement that can't be used, named; or ranks that differ.
-        TypeError: a parameter that is not a floating point tensor, or a setting that is none.
-        RuntimeError: a rank does not construct it.
+        TypeError: a parameter that is not a floating point tensor, or a setting that is not what it should be.
+        RuntimeError: a rank does not construct it, or has no room for its state or buffers.
 
     State is ``momentum_buffer`` for each parameter, from construction, with the parameter's mesh and placements.
     """
@@ -100,6 +94,10 @@ class DistMuon(torch.optim.Optimizer):
         variant: str | Variant = "fused",
         ns_algorithm: str = "standard",
         ns_dtype: torch.dtype = torch.bfloat16,
+        momentum_dtype: torch.dtype | None = None,
+        scale_free: bool = False,
+        missing_gradients: str = "error",
+        non_finite: str = "carry",
         max_batch_bytes: int = MAX_BATCH_BYTES,
         share_replicas: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -107,14 +105,26 @@ class DistMuon(torch.optim.Optimizer):
     ) -> None:
         # Made where an error is agreed with the other ranks.
         self._make_options = partial(
-            _options, buckets, variant, ns_dtype, ns_algorithm, max_batch_bytes, share_replicas, capturable
+            _options,
+            variant,
+            buckets=buckets,
+            ns_dtype=ns_dtype,
+            ns_algorithm=ns_algorithm,
+            momentum_dtype=momentum_dtype,
+            scale_free=scale_free,
+            max_batch_bytes=max_batch_bytes,
+            share_replicas=share_replicas,
+            capturable=capturable,
         )
+        self._make_policy = partial(GradientPolicy, missing_gradients, non_finite, capturable)
         self._process_group = process_group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._row_blocks = row_blocks
         self._plan: Plan | None = None
+        self.skipped_steps = 0
         #: Keys that groups were given.
         self._given: set[str] = set()
+        self._host = host_group() if dist.is_initialized() else None
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -129,7 +139,7 @@ class DistMuon(torch.optim.Optimizer):
         try:
             super().__init__(params, defaults)
         except Exception as error:
-            _agree({}, error)
+            self._agree({}, error)
         self._set_up()
 
     @property
@@ -159,228 +169,105 @@ class DistMuon(torch.optim.Optimizer):
             What ``closure`` returned.
 
         Raises:
-            ValueError: a parameter has no gradient, or one that is placed or typed unlike the parameter; raised before
-                this rank joins any exchange.
+            ValueError: a parameter has no gradient, or one that is placed or typed unlike the parameter, or the ranks
+                agreed that gradients are missing or not finite; raised before this rank joins any exchange.
+            RuntimeError: an exchange failed; names rank and bucket.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        tensors = []
-        for group, names in zip(self.param_groups, self._names, strict=True):
-            settings = _settings(group, self._options)
-            for name, parameter in zip(names, group["params"], strict=True):
-                tensors.append(self._local(name, parameter, settings))
+        tensors: list[LocalParameter] = []
+        error: Exception | None = None
+        try:
+            for group, names in zip(self.param_groups, self._names, strict=True):
+                settings = group_settings(group, self._options)
+                for name, parameter in zip(names, group["params"], strict=True):
+                    tensors.append(self._local(name, parameter, settings))
+        except (ValueError, TypeError) as found:
+            error = found
+        if self._agreement is None:
+            if error:
+                raise error
+        elif not self._agreement.take_step([each.gradient for each in tensors], error):
+            self.skipped_steps += 1
+            return loss
         self._runner.run(tensors)
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what was saved, also by ``torch.optim.Muon``.
+
+        Parameters are matched by name where both sides have names, else by position. A parameter without momentum in
+        ``state_dict`` gets zeros; but if it is frozen it keeps what it has, since ``torch.distributed.checkpoint``
+        leaves frozen parameters out. Momenta are loaded in place and keep their dtype, and ``row_blocks`` are not
+        loaded, only compared: they say what the matrices are.
+
+        Raises:
+            ValueError: it is of other parameters, shapes, matrices or of another optimizer; nothing was loaded.
+        """
+        with loading(self):
+            super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._process_group is not None:
+            raise TypeError("a process_group can't be copied: construct DistMuon anew and load a state_dict into it")
+        names = ("_make_options", "_make_policy", "_row_blocks", "skipped_steps")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of a copy, which plans anew: copying is collective, as construction is."""
+        super().__setstate__(state)
+        if "_plan" not in self.__dict__:
+            self._process_group, self._groups, self._given = None, {}, set()
+            self._host = host_group() if dist.is_initialized() else None
+            self._set_up()
+
     def _set_up(self) -> None:
-        """Check, agree with the other ranks, plan, and reserve state and buffers."""
+        """Check, plan, reserve state and buffers, and agree with the other ranks that all could."""
         error: Exception | None = None
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._names = [_names(number, group) for number, group in enumerate(self.param_groups)]
-        claims: Claims = {}
-        plan: Plan | None = None
+        names = self._names = [names_of(number, group) for number, group in enumerate(self.param_groups)]
+        claimed: Claims = {}
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
-            for key in self._given.difference(GROUP_KEYS):
-                choose("setting of a parameter group", key, self.defaults)
+            refuse_unknown_keys(self._given, self.defaults)
             self._options = self._make_options()
-            settings = [_settings(group, self._options) for group in self.param_groups]
-            device = _one_device(parameters, self._names)
-            specs = self._specs()
-            claims = _claims(specs, settings, self._options)
+            policy = self._policy = self._make_policy()
+            settings = [group_settings(group, self._options) for group in self.param_groups]
+            device = one_device(parameters, names)
+            settle_row_blocks(self.param_groups, self._row_blocks, [name for each in names for name in each])
+            specs = describe(self.param_groups, names, self._options.momentum_dtype, self._process_group)
+            claimed = claims(specs, settings, self._options, policy)
             plan = plan_step(specs, rank, self._options)
-        except Exception as found:
+            for parameter, spec in zip(parameters, specs, strict=True):
+                if "momentum_buffer" not in self.state[parameter]:
+                    momentum = torch.zeros_like(parameter, dtype=spec.dtype, requires_grad=False)
+                    self.state[parameter]["momentum_buffer"] = momentum
+            buffers = Buffers(plan, device)
+        except Exception as found:  # out of memory, too
             error = found
-        _agree({} if error else claims, error)
-        assert plan is not None
-        for parameter in parameters:
-            if "momentum_buffer" not in self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+        self._agree({} if error else claimed, error)
         self._plan = plan
-        buffers = Buffers(plan, device)
-        self._find_groups(plan, parameters)
-        exchanger = Exchanger(plan, self._groups, buffers, device)
-        self._runner = StepRunner(plan, buffers, exchanger)
+        find_groups(plan, parameters, self._process_group, self._groups)
+        self._runner = StepRunner(plan, buffers, Exchanger(plan, self._groups, buffers, device))
+        self._agreement = GradientAgreement(policy, specs, rank, self._host) if policy.needs_agreement else None
 
-    def _specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe every parameter, checking it."""
-        specs: list[ParameterSpec] = []
-        names = list(chain.from_iterable(self._names))
-        _refuse_no_row_blocks(self._row_blocks)
-        refuse_unmatched("row_blocks", self._row_blocks or (), names)
-        for number, (group, its_names) in enumerate(zip(self.param_groups, self._names, strict=True)):
-            blocks = group["row_blocks"]
-            _refuse_no_row_blocks(blocks)
-            if blocks and self._row_blocks and dict(blocks) != dict(self._row_blocks):
-                raise ValueError(f"row_blocks is {self._row_blocks!r}, but a group carries {blocks!r}: give it once")
-            refuse_unmatched("row_blocks", blocks or (), names)
-            for name, parameter in zip(its_names, group["params"], strict=True):
-                if not parameter.is_floating_point() or parameter.dtype == torch.float16:
-                    raise TypeError(
-                        f"parameter {name!r} is {parameter.dtype}: give bfloat16, float32 or float64 matrices"
-                    )
-                shape = tuple(parameter.shape)
-                rows = matrix_rows(name, shape, blocks or self._row_blocks)
-                try:
-                    storage = _storage(parameter, self._process_group)
-                    specs.append(ParameterSpec(name, shape, parameter.dtype, rows, storage, number))
-                except ValueError as refused:
-                    raise ValueError(f"parameter {name!r}: {refused}") from None
-        duplicate = next((name for index, name in enumerate(names) if name in names[:index]), None)
-        if duplicate:
-            raise ValueError(f"two parameters are named {duplicate!r}: patterns and plans need distinct names")
-        return tuple(specs)
-
-    def _find_groups(self, plan: Plan, parameters: list[Tensor]) -> None:
-        """The process group of each exchange, from the mesh of a parameter that takes part in it."""
-        for spec, parameter in zip(plan.parameters, parameters, strict=True):
-            axes = plan.options.exchange_axes(spec)
-            if not axes or spec.storage is None:
-                continue
-            ranks = tuple(sorted(spec.storage.group(plan.rank, axes)))
-            if ranks not in self._groups:
-                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-                group = _group_of_axes(mesh, axes, ranks) if mesh else self._process_group
-                assert group is not None
-                self._groups[ranks] = group
+    def _agree(self, claimed: Claims, error: Exception | None) -> None:
+        """Raise ``error``; of several ranks all raise, or none."""
+        if self._host is not None:
+            agree(claimed, error, self._host)
+        elif error:
+            raise error
 
     def _local(self, name: str, parameter: Tensor, settings: Settings) -> LocalParameter:
-        gradient = parameter.grad
-        if gradient is None:
-            raise ValueError(
-                f"parameter {name!r} has no gradient on this rank: each step needs one on every rank. Leave it "
-                "out of DistMuon, or give it a zero gradient"
-            )
-        if isinstance(parameter, DTensor) and (
-            not isinstance(gradient, DTensor) or gradient.placements != parameter.placements
-        ):
-            placed = gradient.placements if isinstance(gradient, DTensor) else "a plain tensor"
-            raise ValueError(f"parameter {name!r} is placed {parameter.placements}, but its gradient {placed}")
-        if gradient.is_sparse:
-            raise ValueError(f"parameter {name!r} has a sparse gradient: Muon needs a dense one")
         momentum = self.state[parameter]["momentum_buffer"]
-        if gradient.dtype != momentum.dtype:
-            raise ValueError(f"parameter {name!r} has a gradient of {gradient.dtype}, but momentum of {momentum.dtype}")
-        return LocalParameter(_plain(parameter), _plain(gradient), _plain(momentum), settings)
+        # Without a dtype of its own the momentum has the gradient's, so that nothing is cast.
+        dtype = momentum.dtype if self._options.momentum_dtype is None else None
+        gradient = checked_gradient(name, parameter, dtype, self._policy)
+        held = None if gradient is None else local(gradient)
+        return LocalParameter(local(parameter), held, local(momentum), settings)
 
 
-def _agree(claims: Claims, error: Exception | None) -> None:
-    """Raise ``error``; of several ranks all raise, or none."""
-    if dist.is_initialized():
-        agree(claims, error, host_group())
-    elif error:
-        raise error
-
-
-def _refuse_no_row_blocks(blocks: object) -> None:
-    if blocks is not None and not (isinstance(blocks, Mapping) and all(isinstance(key, str) for key in blocks)):
-        raise TypeError(f"row_blocks is {blocks!r}: give a dict, name pattern -> rows of each matrix")
-
-
-def _options(
-    buckets: Patterns | None,
-    variant: str | Variant,
-    ns_dtype: torch.dtype,
-    ns_algorithm: str,
-    max_batch_bytes: int,
-    share_replicas: bool | None,
-    capturable: bool,
-) -> PlanOptions:
-    """The options of the plan, checked.
-
-    Raises:
-        ValueError: an unknown name, or a number out of range.
-    """
-    if ns_dtype not in NS_DTYPES:
-        raise ValueError(f"ns_dtype is {ns_dtype}: choose torch.bfloat16 or torch.float32")
-    return PlanOptions(
-        buckets, get_variant(variant), ns_dtype, ns_algorithm, max_batch_bytes, share_replicas, capturable
-    )
-
-
-def _names(number: int, group: dict[str, Any]) -> list[str]:
-    """Names of the parameters of group ``number``; unnamed ones are numbered."""
-    names = group.get("param_names") or [f"group{number}.{index}" for index in range(len(group["params"]))]
-    return [clean_name(name) for name in names]
-
-
-def _settings(group: dict[str, Any], options: PlanOptions) -> Settings:
-    """The settings of a group, as numbers but for a learning rate that must not be read.
-
-    Raises:
-        ValueError: a setting out of range, named.
-    """
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr is a tensor of {lr.numel()} elements: give one")
-    if options.capturable and not isinstance(lr, Tensor):
-        raise ValueError(f"capturable=True reads no number on the host: lr is {lr}, give a tensor")
-    if isinstance(lr, Tensor):
-        lr = lr.view(()) if options.capturable else lr.item()
-    values = {field.name: group[field.name] for field in fields(Settings)} | {"lr": lr}
-    for name in ("lr", "weight_decay", "momentum", "eps"):
-        value = values[name]
-        if name == "lr" and isinstance(value, Tensor):
-            continue
-        if not isinstance(value, Real):
-            raise TypeError(f"{name} is {value!r}: give a number" + " or a tensor of one" * (name == "lr"))
-        if not 0.0 <= float(value) < math.inf:
-            raise ValueError(f"{name} is {value}: give a finite number that is not negative")
-    if values["adjust_lr_fn"] not in ADJUST_LR_FNS:
-        raise ValueError(f"adjust_lr_fn is {values['adjust_lr_fn']!r}: choose one of {ADJUST_LR_FNS}")
-    ns_steps = group["ns_steps"]
-    if not isinstance(ns_steps, int) or not 0 < ns_steps < 100:
-        raise ValueError(f"ns_steps is {ns_steps!r}: give 1 to 99")
-    values["ns_coefficients"] = coefficients_by_step(values["ns_coefficients"], ns_steps, options.ns_algorithm)
-    return Settings(**values)
-
-
-def _storage(parameter: Tensor, group: dist.ProcessGroup | None) -> Storage | None:
-    """Where a parameter lies; a plain one is a replica on every rank of ``group``, if there is one."""
-    if not isinstance(parameter, DTensor):
-        ranks = dist.get_process_group_ranks(group) if group else ()
-        return Storage((len(ranks),), tuple(ranks), (Replicate(),)) if ranks else None
-    mesh = parameter.device_mesh
-    return Storage(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(parameter.placements))
-
-
-def _claims(specs: Sequence[ParameterSpec], settings: Sequence[Settings], options: PlanOptions) -> Claims:
-    """What this rank is about to do with each mesh, for :func:`~distmuon.agreement.agree`."""
-    common = [(option.name, repr(getattr(options, option.name))) for option in fields(options)]
-    claims: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-    for spec in specs:
-        if spec.storage:
-            items = claims.setdefault(spec.storage.ranks, list(common))
-            items.append((f"parameter {len(items) - len(common)} there", f"{spec}, {settings[spec.group]}"))
-    return claims
-
-
-def _one_device(parameters: Iterable[Tensor], names: Iterable[Iterable[str]]) -> torch.device:
-    devices: dict[torch.device, str] = {}
-    for parameter, name in zip(parameters, chain.from_iterable(names), strict=True):
-        devices.setdefault(_plain(parameter).device, name)
-    if not devices:
-        raise ValueError("there are no parameters: give every rank at least one")
-    if len(devices) > 1:
-        shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise ValueError(f"the parameters are on several devices ({shown}): move them to one")
-    return next(iter(devices))
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    # Not to_local(), which makes a view: three a parameter and step are most of what the host does for a small model.
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _group_of_axes(mesh: DeviceMesh, axes: tuple[int, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of ``ranks``, which are those along ``axes``."""
-    if len(axes) == 1:
-        return mesh.get_group(axes[0])
-    if names := mesh.mesh_dim_names:  # a mesh keeps what it flattens, so that the next optimizer finds it
-        part = mesh if len(axes) == mesh.ndim else mesh[tuple(names[axis] for axis in axes)]
-        return part._flatten().get_group()
-    made = dist.new_group(list(ranks), use_local_synchronization=True)
-    assert made is not None
-    return made
+def _options(variant: str | Variant, **options: Any) -> PlanOptions:
+    return PlanOptions(variant=get_variant(variant), **options)

@@ -16,6 +16,9 @@ from distmuon.variants import Variant
 #: Name patterns of the parameters of each bucket.
 Patterns = Sequence[Sequence[str]]
 
+NS_DTYPES = (torch.bfloat16, torch.float32)
+MOMENTUM_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
+
 #: Replicas share the work where that saves so many FLOPs for each byte that it sends in addition: what a GPU of 400
 #: TFLOP/s does while a network of 50 GB/s moves a byte.
 FLOPS_PER_BYTE = 8_000
@@ -32,6 +35,8 @@ class PlanOptions:
     max_batch_bytes: int = MAX_BATCH_BYTES
     share_replicas: bool | None = None
     capturable: bool = False
+    momentum_dtype: torch.dtype | None = None
+    scale_free: bool = False
 
     def __post_init__(self) -> None:
         if self.buckets is not None and not isinstance(self.buckets, Sequence):
@@ -39,6 +44,10 @@ class PlanOptions:
         if self.capturable and self.variant.elementwise != "bucket":
             raise ValueError("capturable=True needs a variant with elementwise='bucket', as 'fused' is")
         choose("ns_algorithm", self.ns_algorithm, NS_ALGORITHMS)
+        if self.ns_dtype not in NS_DTYPES:
+            raise ValueError(f"ns_dtype is {self.ns_dtype}: choose torch.bfloat16 or torch.float32")
+        if self.momentum_dtype not in MOMENTUM_DTYPES:
+            raise ValueError(f"momentum_dtype is {self.momentum_dtype}: choose one of {MOMENTUM_DTYPES}")
         if not isinstance(self.max_batch_bytes, int) or self.max_batch_bytes <= 0:
             raise ValueError(f"max_batch_bytes is {self.max_batch_bytes!r}: give a positive number of bytes")
         if self.share_replicas not in (None, True, False):

@@ -11,9 +11,11 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 #: How much more than max(mean, largest), which nothing can beat, a rank may be given in a round so that shapes meet.
 IMBALANCE = 1.25
-#: GEMM cost (:func:`distmuon.matrices.gemm_cost`) for which shapes are worth taking apart, a batch: that of about 30
-#: launches of 5 us each at 400 TFLOP/s; five iterations are ten FLOPs a unit of cost.
-BATCH_COST = 6_000_000_000
+#: What a launch is worth in GEMM cost (:func:`distmuon.matrices.gemm_cost`): 5 us at 400 TFLOP/s, where five iterations
+#: are ten FLOPs a unit of cost.
+LAUNCH_COST = 200_000_000
+#: Launches of a batch, and of a worker that has anything: unpack and repack.
+BATCH_LAUNCHES, WORKER_LAUNCHES = 30, 2
 
 
 #: Jobs that only some workers may have, and these.
@@ -64,8 +66,8 @@ def even(
     limit = IMBALANCE * max(sum(costs) / len(totals), max(costs, default=0))
     met = _together(jobs, costs, shapes, free, met_loads, totals, limit)
     if met is not None:
-        saved = (_batches(owners, shapes, free) - _batches(met, shapes, free)) / len(totals)
-        if max(met_loads) - max(loads) <= BATCH_COST * saved:
+        saved = (launches(owners, shapes, free) - launches(met, shapes, free)) / len(totals)
+        if max(met_loads) - max(loads) <= LAUNCH_COST * saved:
             owners = met
     return _settle(owners | held, costs, totals)
 
@@ -164,9 +166,16 @@ def _together(
     return owners if max(loads) <= limit else None
 
 
-def _batches(owners: Mapping[int, int], shapes: Sequence[Hashable], free: Collection[Hashable]) -> int:
-    """How many batches of one shape all workers have."""
-    return len({(worker, shapes[job]) for job, worker in owners.items() if shapes[job] not in free})
+def launches(owners: Mapping[int, int], shapes: Sequence[Hashable], free: Collection[Hashable] = ()) -> int:
+    """About how many launches all workers need, beside those that any assignment of owners does.
+
+    Args:
+        owners: of each job.
+        shapes: of each job; a batch is of one shape.
+        free: shapes that cost no batch anywhere.
+    """
+    batches = {(worker, shapes[job]) for job, worker in owners.items() if shapes[job] not in free}
+    return BATCH_LAUNCHES * len(batches) + WORKER_LAUNCHES * len(set(owners.values()))
 
 
 def _settle(owners: Mapping[int, int], costs: Sequence[int], totals: list[int]) -> list[int]:

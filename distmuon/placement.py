@@ -282,7 +282,7 @@ class ParameterSpec:
     Args:
         name: its name, without wrappers' prefixes.
         shape: global shape, (rows, cols) or (batch, rows, cols).
-        dtype: of the parameter and its gradient.
+        dtype: of its momentum, so of what is orthogonalised: the parameter's, unless ``momentum_dtype`` is another.
         matrix_rows: rows of each matrix within a (rows, cols) slice, see :func:`distmuon.matrices.matrix_rows`.
         storage: mesh and placements; None for a plain tensor, which its rank holds whole.
         group: index of its parameter group, as matrices of different settings are not batched.

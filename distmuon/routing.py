@@ -212,11 +212,13 @@ class _Heads:
         modules = {clean_name(name): module for name, module in model.named_modules()}
         self.declared = {key for module in modules.values() for key in _declared(module, "get_output_embeddings")}
         # A model that declares its input embeddings also has others, of positions say, whose rows are no words.
-        words = _declared(model, "get_input_embeddings")
+        declaring = [module for module in modules.values() if _declared(module, "get_input_embeddings")]
+        words = {key for module in declaring for key in _declared(module, "get_input_embeddings")}
+        others = {id(parameter) for module in declaring for parameter in module.parameters()} - words
         self.vocabularies = {  # rows -> name of the embedding
             module.num_embeddings: name
             for name, module in modules.items()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (not words or id(module.weight) in words)
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) not in others
         }
 
     def reason(self, parameter: _Found) -> str | None:
@@ -230,9 +232,12 @@ class _Heads:
 
 
 def _declared(module: nn.Module, method: str) -> set[int]:
-    """Ids of the parameters of the module that ``method`` returns, wrapped or not; none without such a method."""
+    """Ids of the parameters of the module that ``method`` returns, wrapped or not; none without such an answer."""
     asked = getattr(module, method, None)
-    answer = asked() if callable(asked) else None
+    try:
+        answer = asked() if callable(asked) else None
+    except NotImplementedError:  # a base class that leaves it to its subclasses
+        return set()
     return {id(parameter) for parameter in answer.parameters()} if isinstance(answer, nn.Module) else set()
 
 

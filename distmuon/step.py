@@ -11,8 +11,7 @@ stages without an exchange that follow it have computed, so they fill the wait f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -23,39 +22,24 @@ from distmuon import elementwise
 from distmuon.buffers import Buffers
 from distmuon.elementwise import Scalar
 from distmuon.exchange import Exchanger
-from distmuon.newton_schulz import Results, Scratch, Triple, orthogonalize_
+from distmuon.newton_schulz import Results, Scratch, orthogonalize_
 from distmuon.packing import copy_group_, group_copies
 from distmuon.placement import ParameterSpec
 from distmuon.places import Place
 from distmuon.plan import Plan
 from distmuon.ranges import phase
 from distmuon.schedule import Copy, Stage, Way
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a parameter's group; names and meaning are those of ``torch.optim.Muon``."""
-
-    lr: float | Tensor
-    weight_decay: float
-    momentum: float
-    nesterov: bool
-    ns_coefficients: tuple[Triple, ...]  # of each Newton-Schulz iteration
-    eps: float
-    adjust_lr_fn: str | None
-
-    def lr_ratio(self, rows: int, cols: int) -> float:
-        """The learning rate of a rows x cols matrix relative to ``lr``, by the rules of ``torch.optim.Muon``."""
-        if self.adjust_lr_fn == "match_rms_adamw":
-            return 0.2 * math.sqrt(max(rows, cols))
-        return math.sqrt(max(1, rows / cols))
+from distmuon.settings import Settings
 
 
 class LocalParameter(NamedTuple):
-    """The local tensors of a parameter, as they are stored, and its settings."""
+    """The local tensors of a parameter, as they are stored, and its settings.
+
+    Without a gradient it is left alone, as on all ranks that share it; zeros take the place of its update.
+    """
 
     parameter: Tensor
-    gradient: Tensor
+    gradient: Tensor | None
     momentum: Tensor
     settings: Settings
 
@@ -67,21 +51,25 @@ class StepRunner:
         plan: this rank's plan.
         buffers: of the plan.
         exchanger: for its exchanges.
+        orthogonalize: what to call for each batch.
     """
 
-    def __init__(self, plan: Plan, buffers: Buffers, exchanger: Exchanger) -> None:
-        self._scratch = scratch = Scratch(keep=plan.options.capturable)
-        self._stages = [_StageRunner(stage, plan, buffers, exchanger, scratch) for stage in plan.stages]
+    def __init__(
+        self, plan: Plan, buffers: Buffers, exchanger: Exchanger, orthogonalize: Callable[..., None] = orthogonalize_
+    ) -> None:
+        scratch = Scratch(keep=plan.options.capturable)
+        self._stages = [_StageRunner(stage, plan, buffers, exchanger, scratch, orthogonalize) for stage in plan.stages]
         self._fused = plan.options.variant.elementwise == "bucket"
+        self._scratch = scratch if plan.options.capturable else None
         #: A parameter of each kind.
         self._kinds = {_kind(spec): index for index, spec in enumerate(plan.parameters)}
 
     def run(self, tensors: Sequence[LocalParameter]) -> None:
         """Update the parameters in place; ``tensors`` has one entry for each parameter of the plan."""
-        rates = {
-            kind: _Rates(tensors[index].settings, kind, self._fused, self._scratch.results("rates", kind))
-            for kind, index in self._kinds.items()
-        }
+        rates = {}
+        for kind, index in self._kinds.items():
+            results = self._scratch.results("rates", kind) if self._scratch else None
+            rates[kind] = _Rates(tensors[index].settings, tensors[index].parameter.dtype, self._fused, results)
         upcoming = [stage for stage in self._stages if stage.exchanges]
         unfinished: list[_StageRunner] = []
         hide = bool(upcoming)  # the first exchange, which no earlier stage hides, behind what is ready
@@ -118,12 +106,12 @@ def _kind(spec: ParameterSpec) -> _Kind:
 class _Rates:
     """What the parameters and updates of a kind are multiplied by in one step, each made once, when it is first needed.
 
-    Numbers where ``lr`` is one, and 0-dim tensors where it is a tensor, which is not read.
+    Numbers; but 0-dim tensors among ``results``, if there are any, as nothing is read to the host then.
     """
 
-    def __init__(self, settings: Settings, kind: _Kind, fused: bool, results: Results) -> None:
+    def __init__(self, settings: Settings, dtype: torch.dtype, fused: bool, results: Results | None) -> None:
         self._settings = settings
-        self._kind = kind
+        self._dtype = dtype  # of the parameters
         self._fused = fused
         self._results = results
         self._alphas: dict[float, Scalar] = {}
@@ -134,7 +122,7 @@ class _Rates:
         decay = self._times_lr("decay", -self._settings.weight_decay)
         if isinstance(decay, Tensor):
             return decay.add_(1)
-        return elementwise.factor(self._fused, 1 + decay, self._kind.dtype)
+        return elementwise.factor(self._fused, 1 + decay, self._dtype)
 
     def alpha(self, rows: int, cols: int) -> Scalar:
         """Of the updates of rows x cols matrices, before they are added; one object for all of one ratio."""
@@ -144,8 +132,9 @@ class _Rates:
         return self._alphas[ratio]
 
     def _times_lr(self, name: str, number: float) -> Scalar:
-        lr = self._settings.lr
-        return self._results(name, torch.mul, lr, number) if isinstance(lr, Tensor) else lr * number
+        if self._results is None:
+            return float(self._settings.lr * number)  # a tensor rounds the product to its dtype, as in torch.optim.Muon
+        return self._results(name, torch.mul, self._settings.lr, number)
 
 
 class _Link(NamedTuple):
@@ -182,19 +171,29 @@ class _Together(NamedTuple):
 class _StageRunner:
     """One stage. Views of buffers, places in updates and lists of what is handled together are made once."""
 
-    def __init__(self, stage: Stage, plan: Plan, buffers: Buffers, exchanger: Exchanger, scratch: Scratch) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        plan: Plan,
+        buffers: Buffers,
+        exchanger: Exchanger,
+        scratch: Scratch,
+        orthogonalize: Callable[..., None],
+    ) -> None:
         options = plan.options
         self._stage = stage
         self._exchanger = exchanger
         self._sources: dict[int, Tensor] = {}
         self._updates: dict[int, Tensor] = {}
         self._static = scratch.results("updates", stage.name) if options.capturable else None
+        self._casts = options.momentum_dtype is not None
         self._fused = options.variant.elementwise == "bucket"
         self._together = _together(stage, plan, self._fused)
         self._orthogonalize_ = partial(
-            orthogonalize_,
+            orthogonalize,
             ns_dtype=options.ns_dtype,
             ns_algorithm=options.ns_algorithm,
+            scale_free=options.scale_free,
             counting=buffers.counting,
             max_bytes=options.max_batch_bytes,
             scratch=scratch,
@@ -220,7 +219,12 @@ class _StageRunner:
         """Momentum, Nesterov update, pack, start the exchange."""
         with phase("momentum", self._stage.name):
             for together in self._together:
-                self._begin_updates(together.parameters, [tensors[index] for index in together.parameters])
+                if present := [index for index in together.parameters if tensors[index].gradient is not None]:
+                    self._begin_updates(present, [tensors[index] for index in present])
+            for index in self._stage.parameters:
+                if tensors[index].gradient is None:
+                    zeros = torch.zeros_like(tensors[index].momentum, memory_format=torch.contiguous_format)
+                    self._updates[index] = self._sources[index] = zeros
         with phase("pack", self._stage.name):
             for links, views in self._outward:
                 copy_group_(self._packing, views, _updates_of(links, self._sources))
@@ -263,24 +267,32 @@ class _StageRunner:
     def _begin_updates(self, indices: Sequence[int], local: Sequence[LocalParameter]) -> None:
         """Momentum, and what is to be orthogonalised: contiguous, and never the momentum itself changed."""
         settings = local[0].settings
-        momenta, gradients = [each.momentum for each in local], [each.gradient for each in local]
-        elementwise.lerp_(self._fused, momenta, gradients, 1 - settings.momentum)
-        if self._static:
-            updates = [
-                self._static.empty(f"{index}", gradient, gradient.shape, gradient.dtype)
-                for index, gradient in zip(indices, gradients, strict=True)
-            ]
-            if settings.nesterov:
+        momenta = [each.momentum for each in local]
+        gradients = [each.gradient for each in local if each.gradient is not None]
+        cast = self._casts and any(m.dtype != g.dtype for m, g in zip(momenta, gradients, strict=True))
+        updates = None
+        if self._static or cast:
+            updates = [self._update_like(index, momentum) for index, momentum in zip(indices, momenta, strict=True)]
+            if cast or settings.nesterov:
                 torch._foreach_copy_(updates, gradients)
-                elementwise.lerp_(self._fused, updates, momenta, settings.momentum)
+                gradients = updates
+        elementwise.lerp_(self._fused, momenta, gradients, 1 - settings.momentum)
+        if settings.nesterov and gradients is updates:
+            elementwise.lerp_(self._fused, updates, momenta, settings.momentum)
         elif settings.nesterov:
             mixed = elementwise.lerp(self._fused, gradients, momenta, settings.momentum)
             updates = [tensor.contiguous() for tensor in mixed]
-        else:
-            updates = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in momenta]
+        elif updates is None:
+            updates = [self._update_like(index, momentum) for index, momentum in zip(indices, momenta, strict=True)]
         sources = updates if settings.nesterov else [tensor.contiguous() for tensor in momenta]
         self._updates.update(zip(indices, updates, strict=True))
         self._sources.update(zip(indices, sources, strict=True))
+
+    def _update_like(self, index: int, momentum: Tensor) -> Tensor:
+        """A contiguous tensor for the update of a parameter; made once, if a step must make no storage."""
+        if self._static:
+            return self._static.empty(f"{index}", momentum, momentum.shape, momentum.dtype)
+        return torch.empty_like(momentum, memory_format=torch.contiguous_format)
 
     def _orthogonalize_ready(self, tensors: Sequence[LocalParameter]) -> None:
         with phase("newton_schulz", self._stage.name):
@@ -297,10 +309,16 @@ class _StageRunner:
                 self._orthogonalize_(matrices, triples=settings.ns_coefficients, eps=settings.eps)
 
     def _apply(self, together: _Together, tensors: Sequence[LocalParameter], rates: _Rates) -> None:
-        """Weight decay and update; pieces of one learning rate are handled together."""
-        elementwise.mul_(self._fused, [tensors[index].parameter for index in together.parameters], rates.decay)
+        """Weight decay and update of what has a gradient; pieces of one learning rate are handled together."""
+        present = {index for index in together.parameters if tensors[index].gradient is not None}
+        if not present:
+            return
+        elementwise.mul_(self._fused, [tensors[index].parameter for index in sorted(present)], rates.decay)
         scaled: dict[Scalar, tuple[list[Tensor], list[Tensor]]] = {}
-        for (rows, cols), pieces in together.pieces.items():
+        for (rows, cols), all_pieces in together.pieces.items():
+            pieces = [piece for piece in all_pieces if piece.parameter in present]
+            if not pieces:
+                continue
             targets, changes = scaled.setdefault(rates.alpha(rows, cols), ([], []))
             targets += _rows_of(pieces, [tensors[index].parameter for index, _ in pieces])
             new = _rows_of(pieces, [self._updates[index] for index, _ in pieces])

@@ -5,8 +5,10 @@ Its cost follows the number of matrices: parameters of one layout have their par
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +17,7 @@ from distmuon.assignment import Round, assign, whole_costs
 from distmuon.drafts import Draft
 from distmuon.matrices import Matrix
 from distmuon.options import PlanOptions
-from distmuon.placement import BATCH, ParameterSpec, regions, replicas_of, within
+from distmuon.placement import BATCH, ParameterSpec, Storage, dim_runs, regions, replicas_of, within
 from distmuon.plan import make_drafts
 from distmuon.richtext import Shown
 
@@ -33,6 +35,10 @@ class StageTotals:
         owned_cost: GEMM cost (:func:`distmuon.matrices.gemm_cost`) of the exchanged matrices that a rank owns.
         whole_cost: of those that it orthogonalises where they lie.
         matrices: how many it owns.
+        batches: calls of Newton-Schulz that these take, if ``max_batch_bytes`` cuts none.
+        owned_numel: elements of these.
+        whole_numel: elements that it stores of parameters of which nothing is exchanged.
+        local_numel: elements that it stores of all parameters of the stage.
         out_sent: bytes to other ranks on the way out.
         out_received: bytes from other ranks on the way out.
         back_sent: bytes to other ranks on the way back.
@@ -45,6 +51,10 @@ class StageTotals:
     owned_cost: Counts
     whole_cost: Counts
     matrices: Counts
+    batches: Counts
+    owned_numel: Counts
+    whole_numel: Counts
+    local_numel: Counts
     out_sent: Counts
     out_received: Counts
     back_sent: Counts
@@ -115,12 +125,21 @@ def step_totals(parameters: Iterable[ParameterSpec], options: PlanOptions | None
         raise ValueError(f"parameter {plain!r} is a plain tensor: totals over ranks need a mesh")
     position = {rank: index for index, rank in enumerate(ranks)}
     drafts = make_drafts(parameters, ranks[0], options)
+    stored = {
+        (shape, storage): (np.array([position[rank] for rank in storage.ranks]), _stored(shape, storage))
+        for shape, storage in {(spec.shape, spec.storage) for spec in parameters}
+        if storage
+    }
     stages = []
     for draft, rounds in zip(drafts, assign(parameters, drafts, options), strict=True):
         counts = _Counts(len(ranks))
         for index in (*draft.exchanged, *draft.whole):
             for rank, cost in whole_costs(parameters[index], options).items():
                 counts.whole_cost[position[rank]] += cost
+            here, numel = stored[parameters[index].shape, parameters[index].storage]  # type: ignore[index]
+            counts.local_numel[here] += numel
+            if index in draft.whole:
+                counts.whole_numel[here] += numel
         groups = [np.array([position[rank] for rank in meeting.ranks]) for meeting in rounds.values()]
         for group, meeting in zip(groups, rounds.values(), strict=True):
             _add_round(counts, group, parameters, draft, meeting, options)
@@ -136,6 +155,10 @@ class _Counts:
     owned_cost: Counts = field(init=False)
     whole_cost: Counts = field(init=False)
     matrices: Counts = field(init=False)
+    batches: Counts = field(init=False)
+    owned_numel: Counts = field(init=False)
+    whole_numel: Counts = field(init=False)
+    local_numel: Counts = field(init=False)
     out_sent: Counts = field(init=False)
     out_received: Counts = field(init=False)
     back_sent: Counts = field(init=False)
@@ -158,35 +181,54 @@ def _add_round(
     """Count one exchange; matrices whose parts lie alike are counted together."""
     itemsize = options.wire_dtype(parameters[draft.exchanged[0]].dtype).itemsize
     runs = {index: parameters[index].runs(meeting.ranks[0], draft.axes) for index in draft.exchanged}
-    alike: dict[object, list[tuple[Matrix, int]]] = {}
+    alike: dict[object, tuple[Matrix, list[int]]] = {}  # one of them, and the owners of all
+    called: set[tuple[Any, ...]] = set()  # the calls of Newton-Schulz: the owner, and what the call takes
     for matrix, owner in zip(meeting.matrices, meeting.owners, strict=True):
         spec = parameters[matrix.parameter]
         stack = within(runs[matrix.parameter][BATCH], matrix.batch, matrix.batch + 1)[0].holder
-        alike.setdefault((spec.shape, spec.storage, matrix.row, matrix.rows, stack), []).append((matrix, owner))
-        counts.owned_cost[group[owner]] += matrix.cost
-        counts.matrices[group[owner]] += 1
-    for members in alike.values():
-        matrix = members[0][0]
+        key = (spec.shape, spec.storage, matrix.row, matrix.rows, stack)
+        alike.setdefault(key, (matrix, []))[1].append(owner)
+        called.add((owner, matrix.rows, matrix.cols, spec.group) if options.by_shape else (owner, matrix.parameter))
+    np.add.at(counts.batches, group[[owner for owner, *_ in called]], 1)
+    for matrix, owned_by in alike.values():
         spec = parameters[matrix.parameter]
         replicas = spec.replicas(draft.axes)
-        offsets = replicas_of(0, replicas)
-        parts: dict[int, int] = {}
+        held = np.zeros(len(group), dtype=np.int64)  # bytes of each rank of the first replica
         for holder, region in regions(matrix, runs[matrix.parameter]):
-            parts[holder] = parts.get(holder, 0) + region.numel * itemsize
-        whole = sum(parts.values())
-        near = dict.fromkeys(offsets, 0)
-        for _, owner in members:
-            offset = sum(owner // step % size * step for size, step in replicas)
-            near[offset] += 1
-            own = parts.get(owner - offset, 0)
-            counts.out_sent[group[owner]] -= own
-            counts.out_received[group[owner]] += whole - own
-            counts.back_sent[group[owner]] += whole * len(offsets) - own
-            counts.back_received[group[owner]] -= own
-        holders, held = np.array(list(parts)), np.array(list(parts.values()))
-        for offset, owned in near.items():
-            counts.out_sent[group[holders + offset]] += held * owned
-            counts.back_received[group[holders + offset]] += held * len(members)
+            held[holder] += region.numel * itemsize
+        holders, whole = np.flatnonzero(held), int(held.sum())
+        owners = np.array(owned_by)
+        at = group[owners]
+        near = sum((owners // step % size * step for size, step in replicas), np.zeros_like(owners))
+        own = held[owners - near]
+        offsets = replicas_of(0, replicas)
+        for array, each in (
+            (counts.owned_cost, matrix.cost),
+            (counts.owned_numel, matrix.numel),
+            (counts.matrices, 1),
+            (counts.out_sent, -own),
+            (counts.out_received, whole - own),
+            (counts.back_sent, whole * len(offsets) - own),
+            (counts.back_received, -own),
+        ):
+            np.add.at(array, at, each)
+        for offset in offsets:
+            there = group[holders + offset]
+            counts.out_sent[there] += held[holders] * np.count_nonzero(near == offset)
+            counts.back_received[there] += held[holders] * len(owners)
+
+
+def _stored(shape: tuple[int, ...], storage: Storage) -> Counts:
+    """Elements of a parameter that each rank of its mesh stores, in mesh order."""
+    numel = np.ones(storage.mesh_shape, dtype=np.int64)
+    for dim, size in enumerate(shape):
+        axes = storage.axes(dim)
+        lengths = [length if axis in axes else 1 for axis, length in enumerate(storage.mesh_shape)]
+        held = np.zeros(math.prod(lengths), dtype=np.int64)
+        for run in dim_runs(size, storage.splits(dim, (), storage.steps(axes))):
+            held[run.holder] += run.stop - run.start
+        numel *= held.reshape(lengths)
+    return numel.ravel()
 
 
 def _bound(meeting: Round) -> float:

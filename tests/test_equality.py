@@ -290,7 +290,7 @@ def random_case(seed: int, ranks: int) -> Case:
         elif shape[-2] % 4 == 0:
             blocks[f"p{number}"] = shape[-2] // 4
     settings = draw.choice(SETTINGS)
-    return Case(shapes, (ranks,), (Shard(draw.choice([0, 0, 0, 1])),), blocks, settings, steps=2)
+    return Case(shapes, (ranks,), (Shard(draw.choice([0, 0, 0, 1])),), row_blocks=blocks, settings=settings, steps=2)
 
 
 @pytest.mark.slow

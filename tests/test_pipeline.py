@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmuon import DistMuon
 from distmuon.ranges import parse
@@ -53,6 +55,36 @@ def test_the_next_exchange_starts_before_this_bucket_computes_and_flies_meanwhil
             assert order.index(("apply", str(number))) < order.index(("all_to_all", str(number + 2)))
         assert len(wire) == 8
         assert any(start < end and begin < stop for begin, end in wire for start, stop in compute)
+
+
+class Seen(TorchDispatchMode):
+    """The operators that are dispatched while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.operators.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_ranges_are_there_for_every_profiler_and_dispatch_mode():
+    """They are opened only where someone looks."""
+    weight = nn.Parameter(torch.randn(32, 32))
+    optimizer = DistMuon([("a", weight)])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with profile(activities=[ProfilerActivity.CPU]) as new:
+        optimizer.step()
+    with torch.autograd.profiler.profile() as old:
+        optimizer.step()
+    for events in (new.events(), old.function_events):
+        phases = [found[0] for event in events if (found := parse(event.name))]
+        assert phases == ["momentum", "pack", "newton_schulz", "return_unpack", "apply"]
+    with Seen() as seen:
+        optimizer.step()
+    assert seen.operators.count("profiler._record_function_enter_new.default") == len(phases) + 1  # and the step's own
 
 
 def test_the_number_of_matrices_orthogonalised_is_known():

@@ -106,6 +106,25 @@ def test_head_is_known_by_what_the_model_declares():
     assert table["layer.1.weight"].optimizer == "Muon"  # though there are as many positions as it has outputs
 
 
+def test_a_part_that_declares_its_embeddings_speaks_for_itself_alone():
+    tower = Declares()
+    tower.get_input_embeddings = lambda: tower.patches  # as towers for images do
+    tower.patches = nn.Conv2d(3, 8, 4)
+    table = split_parameters(nn.ModuleDict({"tower": tower, "text": Decoder(words=60)})).table
+    assert table["text.head.weight"].reason == "output head: 60 outputs, as many as text.wte has rows"
+    assert table["tower.layer.1.weight"].optimizer == "Muon"  # though there are as many positions as it has outputs
+
+
+def test_a_part_that_cannot_say_its_embeddings_is_passed_over():
+    class Silent(Decoder):
+        def get_input_embeddings(self):
+            raise NotImplementedError
+
+        get_output_embeddings = get_input_embeddings
+
+    assert routes(Silent()) == routes(Decoder())
+
+
 def test_head_is_known_by_its_tied_weight():
     model = Decoder()
     model.head.weight = model.wte.weight

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from generated import jobs
 from hypothesis import given, settings
@@ -28,6 +30,19 @@ def check(parameters: list[ParameterSpec], options: PlanOptions) -> None:
         assert received == sum(row["received_bytes"] for row in rows)
         batches = [batch for stage in plan.stages for batch in stage.batches]
         assert totals.cost()[position] == sum(batch.matrices * gemm_cost(batch.rows, batch.cols) for batch in batches)
+        stored = sum(math.prod(spec.local_shape(rank)) for spec in parameters)
+        assert sum(stage.local_numel[position] for stage in totals.stages) == stored
+        exchanges = [stage.exchange for stage in plan.stages if stage.exchange]
+        owned = [
+            matrix.numel
+            for exchange in exchanges
+            for matrix, owner in zip(exchange.matrices, exchange.owners, strict=True)
+            if exchange.ranks[owner] == rank
+        ]
+        assert sum(stage.owned_numel[position] for stage in totals.stages) == sum(owned)
+        assert sum(stage.matrices[position] for stage in totals.stages) == len(owned)
+        called = [batch for batch in batches if batch.in_work and not batch.ready]
+        assert sum(stage.batches[position] for stage in totals.stages) <= len(called)  # some are cut in parts
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

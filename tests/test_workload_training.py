@@ -72,11 +72,29 @@ def test_any_layout_trains_as_one_process(pool: Pool, ranks, ep, experts):
 
 
 def test_query_lora_trains_as_one_process(pool: Pool):
-    workload = replace(TINY, q_lora=24)
+    workload = replace(TINY, attention=replace(TINY.attention, q_lora=24))
     results = pool.run(4, train, workload, 2, {"ep": 2, "ns_dtype": torch.float32, "tokens": 32})
     assert_ranks_agree_with(
         alone(pool, workload, 2, 4, torch.float32, 32), results, ONE_PROCESS_TOLERANCE[torch.float32]
     )
+
+
+def test_a_dense_model_with_grouped_queries_trains_as_one_process(pool: Pool):
+    workload = replace(get_workload("qwen3-8b/32"), layers=4, dense_layers=4)
+    results = pool.run(2, train, workload, 3, {"ep": 1, "ns_dtype": torch.float32, "tokens": 32})
+    assert_ranks_agree_with(
+        alone(pool, workload, 3, 2, torch.float32, 32), results, ONE_PROCESS_TOLERANCE[torch.float32]
+    )
+
+
+@pytest.mark.parametrize(("ep", "experts"), [(1, 4), (2, 4), (1, 2)])
+def test_replicas_train_as_one_process(pool: Pool, ep, experts):
+    workload = replace(TINY, experts=experts, top_k=1, default_ep=ep)
+    options = {"ep": ep, "replicas": 2, "ns_dtype": torch.float32, "tokens": 32}
+    results = pool.run(4, train, workload, 2, options)
+    assert results[:2] == results[2:]  # each shard of one replica is that of the other, to the last bit
+    expected = alone(pool, replace(workload, default_ep=1), 2, 4, torch.float32, 32)
+    assert_ranks_agree_with(expected, results, ONE_PROCESS_TOLERANCE[torch.float32])
 
 
 def test_loss_falls(pool: Pool):
@@ -97,10 +115,10 @@ def test_kimi_debug_on_four_ranks_trains_as_one_process_in_both_variants(pool: P
     assert_ranks_agree_with(alone(pool, workload, 3, 4, torch.float32), batched, ONE_PROCESS_TOLERANCE[torch.float32])
 
 
-def stored(rank: int, ranks: int, workload: Workload, ep: int) -> dict[str, tuple]:
+def stored(rank: int, ranks: int, workload: Workload, ep: int, replicas: int = 1) -> dict[str, tuple]:
     """By parameter: mesh shape, placements, this rank's coordinate and its piece."""
     model = build_model(workload)
-    parallelize(model, workload, make_meshes(ranks, ep, "cpu"))
+    parallelize(model, workload, make_meshes(ranks, ep, "cpu", replicas))
     return {
         name: (p.device_mesh.shape, p.placements, tuple(p.device_mesh.get_coordinate()), p.to_local().detach().clone())
         for name, p in model.named_parameters()
@@ -108,19 +126,24 @@ def stored(rank: int, ranks: int, workload: Workload, ep: int) -> dict[str, tupl
     }
 
 
-@pytest.mark.parametrize(("ep", "experts"), [(2, 8), (2, 2), (1, 4), (4, 4)])
-def test_every_parameter_lies_as_planned(pool: Pool, ep, experts):
-    workload = replace(TINY, experts=experts, default_ep=ep)
-    results = pool.run(4, stored, workload, ep)
+@pytest.mark.parametrize(
+    ("ep", "experts", "replicas"), [(2, 8, 1), (2, 2, 1), (1, 4, 1), (4, 4, 1), (2, 4, 2), (1, 4, 2), (1, 2, 2)]
+)
+def test_every_parameter_lies_as_planned(pool: Pool, ep, experts, replicas):
+    workload = replace(TINY, experts=experts, top_k=2, default_ep=ep)
+    results = pool.run(4, stored, workload, ep, replicas)
     whole = dict(build_model(workload).named_parameters())
     assert results[0].keys() == whole.keys()
-    for spec in muon_parameters(workload, ranks=4, ep=ep):
+    for spec in muon_parameters(workload, ranks=4, ep=ep, replicas=replicas):
         for rank in range(4):
-            shape, placements, coordinate, _ = results[rank][spec.name]
+            shape, placements, coordinate, piece = results[rank][spec.name]
             assert (shape, placements) == (spec.storage.mesh_shape, spec.storage.placements)
-            assert rank == coordinate[0] * shape[-1] + coordinate[1] if len(shape) == 2 else rank == coordinate[0]
+            assert coordinate == spec.storage.coordinate(rank)
+            assert piece.shape == spec.local_shape(rank)
     for name in ("layers.0.attention.wq.weight", "output.weight"):
-        assert torch.equal(torch.cat([result[name][3] for result in results]), whole[name])
+        pieces = [result[name][3] for result in results]
+        for first in range(0, 4, 4 // replicas):
+            assert torch.equal(torch.cat(pieces[first : first + 4 // replicas]), whole[name])
 
 
 def test_experts_lie_over_ep_first_and_then_over_efsdp(pool: Pool):

@@ -12,12 +12,22 @@ import torch.nn.functional as F
 
 from distmuon.routing import split_parameters
 from distmuon.workloads import WORKLOADS, get_workload
+from distmuon.workloads.attention import (
+    GroupedQueryAttention,
+    LatentAttention,
+    make_attention,
+    rotary_frequencies,
+    rotary_table,
+    rotate,
+)
 from distmuon.workloads.config import Rope
-from distmuon.workloads.model import Attention, MoE, build_model, initialize, rotary_frequencies, rotary_table, rotate
+from distmuon.workloads.model import MoE, build_model, initialize
 from distmuon.workloads.parallel import make_meshes
+from distmuon.workloads.storage import plan_for
 from distmuon.workloads.text import standard_library
 
 TINY = get_workload("tiny")
+GROUPED = get_workload("qwen3-8b/32")
 
 ATTENTION = {
     "attention.wq.weight": (3072, 256),
@@ -73,6 +83,31 @@ def test_kimi_k2_has_a_trillion_parameters_and_allocates_none():
     assert muon["layers.60.attention.wq_b.weight"] == ((12288, 1536), 64)
 
 
+def test_qwen3_8b_has_whole_matrices_and_no_experts():
+    model = build_model(get_workload("qwen3-8b"), "meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(8.19e9, rel=1e-3)
+    layer = {
+        "attention.wq.weight": (4096, 4096),
+        "attention.wk.weight": (1024, 4096),
+        "attention.wv.weight": (1024, 4096),
+        "attention.wo.weight": (4096, 4096),
+        "feed_forward.w1.weight": (12288, 4096),
+        "feed_forward.w2.weight": (4096, 12288),
+        "feed_forward.w3.weight": (12288, 4096),
+    }
+    expected = {f"layers.{n}.{name}": (shape, 1) for n in range(36) for name, shape in layer.items()}
+    assert routed("qwen3-8b") == expected
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_qwen3_8b_is_planned_without_experts(ranks):
+    plan = plan_for("qwen3-8b", ranks=ranks, rank=ranks - 1)
+    assert [stage.name for stage in plan.stages] == [f"{n} layers.{2 * n}.* +1" for n in range(18)]
+    assert sum(len(stage.exchange.matrices) for stage in plan.stages) == 36 * 7
+    with pytest.raises(ValueError, match="there are no experts to split: ep must be 1, not 2"):
+        plan_for("qwen3-8b", ranks=ranks, ep=2)
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_published_buckets_take_layers_in_order_and_experts_apart(name):
     buckets = get_workload(name).published_buckets
@@ -84,6 +119,7 @@ def test_published_buckets_take_layers_in_order_and_experts_apart(name):
     assert all(members)
     for bucket in members:
         assert len({".moe.experts." in parameter for parameter in bucket}) == 1
+        assert name != "qwen3-8b" or len({parameter.split(".")[1] for parameter in bucket}) == 2
     layers = [sorted({int(parameter.split(".")[1]) for parameter in bucket}) for bucket in members]
     assert layers == sorted(layers)
     if name == "kimi-debug":
@@ -98,12 +134,22 @@ def test_unknown_workload_names_the_nearest():
 def test_sizes_that_do_not_fit_are_refused():
     for changes, message in (
         ({"width": 0}, "width must be at least 1"),
-        ({"dense_layers": 9}, "9 dense layers of only 3"),
+        ({"dense_layers": 9}, "9 dense layers of 3"),
+        ({"experts": 0}, "1 dense layers of 3, with 0 experts"),
         ({"top_k": 5}, "top 5 of only 4 experts"),
-        ({"qk_rope": 7}, "even, not 7"),
+        ({"shared_experts": 0}, "shared_experts must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(TINY, **changes)
+    for attention, changes, message in (
+        (TINY.attention, {"qk_rope": 7}, "even, not 7"),
+        (TINY.attention, {"kv_lora": 0}, "kv_lora must be at least 1"),
+        (GROUPED.attention, {"head": 3}, "even, not 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(attention, **changes)
+    with pytest.raises(ValueError, match="32 heads can't share 7 of keys and values"):
+        replace(GROUPED, attention=replace(GROUPED.attention, kv_heads=7))
     with pytest.raises(ValueError, match="factor >= 1"):
         Rope(factor=0.5)
 
@@ -115,6 +161,10 @@ def test_ranks_not_divisible_by_ep_are_refused():
         make_meshes(3, 2, "cpu")
     with pytest.raises(ValueError, match="at least 1"):
         make_meshes(2, 0, "cpu")
+    with pytest.raises(ValueError, match=r"ranks=6 is not divisible by replicas=4: choose among \[1, 2, 3, 6\]"):
+        get_workload("kimi-debug").layout(6, 1, 4)
+    with pytest.raises(ValueError, match=r"ranks=8 in replicas=4, 2 each, is not divisible by ep=4: .* \[1, 2\]"):
+        get_workload("kimi-debug").layout(8, 4, 4)
 
 
 def test_experts_not_divisible_by_ep_are_refused():
@@ -164,12 +214,16 @@ def test_weights_come_from_the_seed_alone():
     }
 
 
-@pytest.mark.parametrize("q_lora", [0, 24])
-def test_every_parameter_has_a_gradient_and_no_token_sees_a_later_one(q_lora):
-    model = build_model(replace(TINY, q_lora=q_lora))
+@pytest.mark.parametrize(
+    "workload",
+    [TINY, replace(TINY, attention=replace(TINY.attention, q_lora=24)), replace(GROUPED, layers=2, dense_layers=2)],
+    ids=["latent", "latent with q_lora", "grouped queries"],
+)
+def test_every_parameter_has_a_gradient_and_no_token_sees_a_later_one(workload):
+    model = build_model(workload)
     tokens = torch.arange(24).view(2, 12)
     logits = model(tokens)
-    assert logits.shape == (2, 12, TINY.vocabulary)
+    assert logits.shape == (2, 12, workload.vocabulary)
     changed = tokens.clone()
     changed[:, 8:] += 100
     torch.testing.assert_close(model(changed)[:, :8], logits[:, :8], rtol=0, atol=1e-6)
@@ -180,12 +234,13 @@ def test_every_parameter_has_a_gradient_and_no_token_sees_a_later_one(q_lora):
 
 @torch.no_grad()
 def test_attention_is_latent_attention_head_by_head():
-    attention = Attention(TINY)
+    attention, sizes = make_attention(TINY), TINY.attention
+    assert isinstance(attention, LatentAttention)
     initialize(attention, 0)
     x = torch.randn(1, 10, TINY.width, generator=torch.Generator().manual_seed(0))
-    table = rotary_table(TINY.rope, TINY.qk_rope, 10, x.device)
-    nope, rope, v = TINY.qk_nope, TINY.qk_rope, TINY.v_head
-    latent, key_position = (x[0] @ attention.wkv_a.weight.T).split([TINY.kv_lora, rope], dim=-1)
+    table = rotary_table(TINY.rope, sizes.rotated, 10, x.device)
+    nope, rope, v = sizes.qk_nope, sizes.qk_rope, sizes.v_head
+    latent, key_position = (x[0] @ attention.wkv_a.weight.T).split([sizes.kv_lora, rope], dim=-1)
     queries = (x[0] @ attention.wq.weight.T).split(nope + rope, dim=-1)
     keys_values = (attention.kv_norm(latent) @ attention.wkv_b.weight.T).split(nope + v, dim=-1)
     heads = []
@@ -195,6 +250,24 @@ def test_attention_is_latent_attention_head_by_head():
         scores *= (0.1 * math.log(40) + 1) ** 2 / math.sqrt(nope + rope)
         scores = scores.masked_fill(torch.ones(10, 10).triu(1).bool(), -math.inf)
         heads.append(scores.softmax(-1) @ key_value[:, nope:])
+    torch.testing.assert_close(attention(x, table)[0], torch.cat(heads, dim=-1) @ attention.wo.weight.T)
+
+
+@torch.no_grad()
+def test_grouped_queries_share_keys_and_values_head_by_head():
+    attention, sizes = make_attention(GROUPED), GROUPED.attention
+    assert isinstance(attention, GroupedQueryAttention)
+    initialize(attention, 0)
+    x = torch.randn(1, 10, GROUPED.width, generator=torch.Generator().manual_seed(0))
+    table = rotary_table(GROUPED.rope, sizes.rotated, 10, x.device)
+    queries, keys, values = ((x[0] @ w.weight.T).split(4, dim=-1) for w in (attention.wq, attention.wk, attention.wv))
+    assert (len(queries), len(keys), len(values)) == (32, 8, 8)
+    heads = []
+    for number, query in enumerate(queries):
+        shared = number // 4
+        query, key = rotate(attention.q_norm(query), table), rotate(attention.k_norm(keys[shared]), table)
+        scores = (query @ key.T / math.sqrt(4)).masked_fill(torch.ones(10, 10).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(-1) @ values[shared])
     torch.testing.assert_close(attention(x, table)[0], torch.cat(heads, dim=-1) @ attention.wo.weight.T)
 
 

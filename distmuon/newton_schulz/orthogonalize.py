@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from distmuon.newton_schulz.coefficients import COEFFICIENTS, Triple
 from distmuon.newton_schulz.costs import MAX_BATCH_BYTES, arrangement, filled_steps
 from distmuon.newton_schulz.iterations import ITERATIONS, Identities, iteration_dtype
-from distmuon.newton_schulz.scratch import Scratch
+from distmuon.newton_schulz.scratch import Results, Scratch
 
 #: On a CPU matrices with a shorter short side are orthogonalised one at a time, each in memory of its own. Up to 16^3
 #: multiply-adds PyTorch multiplies one pair of bf16 matrices by itself but hands a batch of them to oneDNN
@@ -28,6 +29,7 @@ def orthogonalize_(
     eps: float = 1e-7,
     ns_dtype: torch.dtype = torch.bfloat16,
     ns_algorithm: str = "standard",
+    scale_free: bool = False,
     counting: Tensor | None = None,
     max_bytes: int = MAX_BATCH_BYTES,
     scratch: Scratch | None = None,
@@ -44,6 +46,8 @@ def orthogonalize_(
         eps: lower bound of the norm that divides the input.
         ns_dtype: of norm, products and iterates; where it is bfloat16, "gram" iterates in float16.
         ns_algorithm: one of :data:`~distmuon.newton_schulz.NS_ALGORITHMS`.
+        scale_free: divide each matrix by a power of two first, so that its norm neither overflows nor comes near
+            ``eps``: the bits are the same wherever they did not before.
         counting: 0, 1, 2, ... on the device, at least as many as the short side has, from which identities are made;
             None for a tensor of its own.
         max_bytes: within which identities are made for several steps at once.
@@ -61,6 +65,7 @@ def orthogonalize_(
                 eps=eps,
                 ns_dtype=ns_dtype,
                 ns_algorithm=ns_algorithm,
+                scale_free=scale_free,
                 counting=counting,
                 max_bytes=max_bytes,
                 scratch=scratch,
@@ -72,6 +77,8 @@ def orthogonalize_(
     if not in_place:  # with another out a copy even if nothing is cast: the division must not reach the momentum
         x = results.empty("input", matrices, matrices.shape, ns_dtype).copy_(matrices)
     out = matrices if out is None else out
+    if scale_free:
+        _divide_by_power_of_two_(x, results)
     # Over the stored orientation, so that a matrix and its place in a batch are summed in the same order.
     norm = results("norm", torch.linalg.vector_norm, x, dim=(-2, -1), keepdim=True).clamp_(min=eps)
     arithmetic = arrangement(rows, cols, ns_algorithm)
@@ -98,3 +105,12 @@ def orthogonalize_(
         if ns_dtype not in (dtype, out.dtype):  # rounded to that, too, wherever it goes
             result = results.empty("rounded", result, result.shape, ns_dtype).copy_(result)
         wide_out.copy_(result)
+
+
+def _divide_by_power_of_two_(x: Tensor, results: Results) -> None:
+    """Divide each matrix, exactly, by the power of two that its largest element lies just above; zeros stay zeros."""
+    dims = (-2, -1)
+    largest = results("largest", torch.linalg.vector_norm, x, math.inf, dims, keepdim=True, dtype=torch.float32)
+    largest.clamp_(min=torch.finfo(torch.float32).tiny)
+    largest.view(torch.int32).bitwise_and_(0x7F800000)  # the exponent alone, without sign and fraction
+    x.div_(largest)

@@ -68,12 +68,16 @@ class Counts:
         collectives: number of collectives.
         wire_bytes: bytes sent to other ranks.
         batched_copies: fused copies of more than one pair: (number of pairs, all pairs of one size?) -> calls.
+        launches_in: of each (phase, bucket) of a step, collectives aside.
+        operators_in: ATen operators dispatched in each, views among them.
     """
 
     by_source: dict[str, Activity] = field(default_factory=dict)
     collectives: int = 0
     wire_bytes: int = 0
     batched_copies: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    launches_in: Counter[tuple[str, str]] = field(default_factory=Counter)
+    operators_in: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
     def async_copies(self) -> int:
@@ -116,6 +120,7 @@ class LaunchCounter(TorchDispatchMode):
             for part, activity in activity_of(func, args, keywords, result, self._toolchain):
                 self._add(func, part, activity)
             self._note(func, args)
+            self.counts.operators_in[self.place] += func.namespace == "aten"
         return result
 
     def _add(self, func: Any, part: str, activity: Activity) -> None:
@@ -125,6 +130,7 @@ class LaunchCounter(TorchDispatchMode):
         source = self._source(func, part)
         before = self.counts.by_source.get(source, Activity())
         self.counts.by_source[source] = Activity(*(a + b for a, b in zip(before, activity, strict=True)))
+        self.counts.launches_in[self.place] += activity.launches
 
     def _note(self, func: Any, args: tuple[Any, ...]) -> None:
         """What is counted beside device activity."""
@@ -137,8 +143,13 @@ class LaunchCounter(TorchDispatchMode):
             own = splits[dist.ProcessGroup.unbox(group).rank()]
             self.counts.wire_bytes += (sum(splits) - own) * source.dtype.itemsize
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """The phase and the bucket that are under way; blank outside of a step."""
+        return next((found for name in reversed(self._ranges) if (found := parse(name))), ("", ""))
+
     def _source(self, func: Any, part: str) -> str:
-        phase = next((found[0] for name in reversed(self._ranges) if (found := parse(name))), "")
+        phase, _ = self.place
         if (phase, part) not in _SOURCE_OF:
             raise NotImplementedError(
                 f"{func} launches in phase {phase!r} of a step: no source is named for {part!r} there"

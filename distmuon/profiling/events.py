@@ -23,7 +23,8 @@ import pandas as pd
 
 from distmuon import ranges
 from distmuon.plan import Plan
-from distmuon.profiling.trace import Activity, Event, Trace, TraceError
+from distmuon.profiling.trace import Activity, Event, Trace
+from distmuon.profiling.tracefile import TraceError
 
 OPTIMIZER_RANGE = "Optimizer.step#DistMuon.step"
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmuon.optimizer import DistMuon
 from distmuon.profiling.contestants import Contestant
-from distmuon.profiling.standin import make_optimizer, stand_for
+from distmuon.profiling.standin import exchanges_move_nothing, make_optimizer, stand_for
 from distmuon.workloads.config import get_workload
 from distmuon.workloads.storage import get_buckets, muon_parameters
 
@@ -110,7 +108,7 @@ def measure_host(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with stand_for(rank, ranks), _exchanges_move_nothing():
+        with stand_for(rank, ranks), exchanges_move_nothing():
             optimizers = {}
             for text in contestants:
                 options = Contestant(text).options(buckets="published")
@@ -146,22 +144,3 @@ def _time(optimizers: dict[str, DistMuon], turns: int) -> dict[str, list[float]]
         if collecting:
             gc.enable()
     return times
-
-
-@contextmanager
-def _exchanges_move_nothing() -> Iterator[None]:
-    """All-to-alls on a CPU end at once, and bring ones: nothing that a denormal number would slow down.
-
-    The fake process group copies what it sends over and over into what it receives instead, which takes time, and
-    refuses where a rank sends nothing.
-    """
-    from torch._C._distributed_c10d import FakeWork
-
-    def arrive(output: torch.Tensor, *_: Any, **__: Any) -> Any:
-        output.fill_(1)
-        return FakeWork().boxed()
-
-    with torch.library._scoped_library("c10d", "IMPL") as library, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        library.impl("alltoall_base_", arrive, "CPU", allow_override=True)
-        yield

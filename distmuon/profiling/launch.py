@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TextIO
 
 _POLL_S = 0.05
-_GRACE_S = 0.3  # for every rank that has failed to be seen, so that the first of them can be told
+_GRACE_S = 2.0  # for the ranks that notice that one has failed to say so: that names what they were in
 _TAIL_LINES = 20
 _START_S = 120.0  # until every rank has written its first line: importing torch for the first time can take a minute
 _ENVIRONMENT = {
@@ -43,7 +43,7 @@ class RankFailure(RuntimeError):
 
     def __init__(self, rank: int, reason: str, log: Path) -> None:
         self.rank = rank
-        lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        lines = _lines(log)[-_TAIL_LINES:]
         super().__init__(f"rank {rank} {reason}\nLast lines of {log}:\n" + "\n".join(f"  {line}" for line in lines))
 
 
@@ -131,13 +131,16 @@ def _watch(processes: list[subprocess.Popen], logs: list[Path], silence_s: float
         codes = [process.poll() for process in processes]
         shown = _forward(logs[0], shown, progress, to_the_end=codes[0] is not None)
         if any(codes):
-            time.sleep(_GRACE_S)
+            deadline = time.monotonic() + _GRACE_S
+            while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+                time.sleep(_POLL_S)
             failed = [rank for rank, process in enumerate(processes) if process.poll()]
             # A rank that raises writes its traceback before the others can learn of it; one that is killed writes
             # nothing.
             first = min(failed, key=lambda rank: logs[rank].stat().st_mtime_ns)
             _forward(logs[0], shown, progress, to_the_end=True)
-            raise RankFailure(first, _end_of(processes[first].returncode), logs[first])
+            reason = "\n".join([_end_of(processes[first].returncode), *_others(first, processes, logs)])
+            raise RankFailure(first, reason, logs[first])
         if all(code == 0 for code in codes):
             return
         sizes = [log.stat().st_size for log in logs]
@@ -163,6 +166,21 @@ def _forward(log: Path, shown: int, progress: TextIO | None, to_the_end: bool) -
         progress.write(text.decode(errors="replace"))
         progress.flush()
     return shown + len(text)
+
+
+def _others(first: int, processes: list[subprocess.Popen], logs: list[Path]) -> list[str]:
+    """What became of the ranks beside the one that failed first: their last word, or where they still are."""
+    last = {
+        rank: f"rank {rank} {_end_of(process.returncode)}: {(_lines(logs[rank]) or ['it has written nothing'])[-1]}"
+        for rank, process in enumerate(processes)
+        if rank != first and process.returncode
+    }
+    living = any(process.returncode is None for process in processes)
+    return [*last.values(), *([_find_hanging(processes, logs)[1]] if living else [])]
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text(errors="replace").splitlines()
 
 
 def _end_of(code: int) -> str:

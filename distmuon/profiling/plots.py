@@ -11,30 +11,18 @@ from itertools import pairwise
 from typing import Any
 
 import pandas as pd
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from distmuon.profiling.noise import Change
+from distmuon.profiling.style import INK as _INK
+from distmuon.profiling.style import VARIANTS as _VARIANTS
+from distmuon.profiling.style import axes as _axes
 from distmuon.profiling.tables import SOURCE_GROUPS
 from distmuon.ranges import PHASES
 
-WIDTH = 9.0  # inches: a page
-
-_INK = "#222222"
-# Colour, marker and line of each variant, by its place among them.
-_VARIANTS = (
-    ("#0072B2", "o", "-"),
-    ("#E69F00", "s", "--"),
-    ("#009E73", "^", ":"),
-    ("#CC79A7", "D", "-."),
-    ("#D55E00", "v", "-"),
-    ("#56B4E9", "P", "--"),
-    ("#000000", "X", ":"),
-    ("#999999", "*", "-."),
-)
 _SOURCE_COLOURS = ("#0B3C5D", "#3F88C5", "#A6CEE3", "#D9D9D9", "#7F3B08", "#B35806", "#F1A340", "#FEE0B6")
 _PHASE_COLOURS = {
     "momentum": "#999999",
@@ -293,15 +281,6 @@ def typical_step(events: pd.DataFrame, variant: str) -> pd.DataFrame:
     means = mine[mine["kind"] == "optimizer"].groupby(["repeat", "step"])["duration_us"].mean().sort_values()
     repeat, step = means.index[len(means) // 2]
     return mine[(mine["repeat"] == repeat) & (mine["step"] == step)]
-
-
-def _axes(
-    rows: int = 1, columns: int = 1, *, height: float, width_ratios: Sequence[float] | None = None
-) -> tuple[Figure, list[Axes]]:
-    with rc_context({"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False, width_ratios=width_ratios)
-    return figure, list(axes.flat)
 
 
 def _bars(axis: Axes, rows: pd.DataFrame, start_us: float, bottom: float, height: float, colour: str) -> None:

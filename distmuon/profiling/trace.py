@@ -7,38 +7,57 @@ device activity (a CPU run) device figures are None, never 0.
 
 from __future__ import annotations
 
-import gzip
-import json
+import gc
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from distmuon.names import choose
+from distmuon.profiling.intervals import parts_us, union
+from distmuon.profiling.tracefile import TraceError, rank_of, read_document
 
-_DEVICE_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
+# Categories, and what they were called before PyTorch 1.12; "Operator" then was a range as well.
+_HOST = {"user_annotation": "range", "cpu_op": "operator", "Operator": "operator"}
+_DEVICE = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+_DEVICE |= {"Kernel": "kernel", "Memcpy": "memcpy", "Memset": "memset"}
+_LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "Runtime")
+_KERNEL_LAUNCH = re.compile("Launch(Cooperative)?Kernel")
 _COLLECTIVE = re.compile("nccl|rccl", re.IGNORECASE)
+_HOST_EXCHANGE = "gloo:"
+#: Operators of the host that copy; the second calls the first on a CPU.
+HOST_COPIES = ("aten::copy_", "aten::_foreach_copy_")
+_WITHIN = " > "
 
-Intervals = list[tuple[float, float]]
+Thread = tuple[int | str, int | str]
 
 
-class TraceError(ValueError):
-    """A file is not a trace, is cut off, or lacks what was asked of it."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """Something with a beginning and an end on a thread of the host; times are on the trace's own clock."""
 
     name: str
     start_us: float
     duration_us: float
-    pid: int
-    tid: int
+    pid: int | str
+    tid: int | str
+
+    @property
+    def thread(self) -> Thread:
+        """Process and thread."""
+        return self.pid, self.tid
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Its start and its end."""
+        return self.start_us, self.end_us
 
     @property
     def end_us(self) -> float:
@@ -47,11 +66,10 @@ class Event:
 
     def contains(self, other: Event) -> bool:
         """Whether ``other`` runs on the same thread and within this one's time."""
-        same_thread = (other.pid, other.tid) == (self.pid, self.tid)
-        return same_thread and self.start_us <= other.start_us and other.end_us <= self.end_us
+        return self.thread == other.thread and self.start_us <= other.start_us and other.end_us <= self.end_us
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Activity:
     """Something a device did.
 
@@ -64,7 +82,7 @@ class Activity:
     name: str
     start_us: float
     duration_us: float
-    stream: int
+    stream: int | str
     bytes: int | None
 
     @property
@@ -91,7 +109,7 @@ class Occurrence:
     memcpy: dict[str, int] | None
     memset: int | None
     kernels: int | None
-    collectives: int
+    collectives: int | None
     exposed_collective_ms: float | None
 
     @property
@@ -102,21 +120,38 @@ class Occurrence:
         return self.kernels + self.memset + sum(self.memcpy.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, "n/a" standing for what the trace cannot tell."""
-        figures = {name: "n/a" if value is None else value for name, value in vars(self).items()}
+        """For JSON: None stands for what the trace cannot tell, times are rounded to a tenth of a microsecond."""
+        figures = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All runs of one operator, kernel or copy in a range.
+
+    Attributes:
+        calls: how many.
+        time_us: how long it ran: a device's activity from start to end, a host's operator without those it called.
+    """
+
+    name: str
+    calls: int
+    time_us: float
 
 
 class Trace:
     """A trace in memory.
 
     Args:
-        path: a ``.json`` or ``.json.gz`` file that the PyTorch profiler wrote.
+        path: a JSON file that the PyTorch profiler wrote, gzipped or not.
 
     Attributes:
+        rank, ranks: which rank wrote it, and of how many; None where the trace does not tell. The file's name may tell
+            the rank.
         base_ns: what to add to the trace's clock for nanoseconds since the epoch; 0 in traces that do not tell. Kept
             apart because a float cannot hold microseconds since the epoch to better than a quarter.
-        has_device: whether any device activity was recorded.
+        start_us, end_us: when its first event begins and its last ends, on its own clock.
+        has_device: whether device activity, and what launched it, was recorded.
         annotations: the ranges of the host (``record_function``, ``Optimizer.step#...``) in order of their start.
 
     Raises:
@@ -125,111 +160,211 @@ class Trace:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self.start_us, self.end_us = math.inf, -math.inf
         self.annotations: list[Event] = []
-        self._communication: list[Event] = []
-        self._launches: dict[tuple[int, int], list[tuple[float, int]]] = {}  # by thread: when, correlation id
+        self._operators: dict[Thread, list[Event]] = {}
+        self._launches: dict[Thread, list[tuple[float, int, bool]]] = {}  # when, correlation id, whether of a kernel
         self._activity: dict[int, list[Activity]] = {}  # by correlation id
-        document = _load(self.path)
-        self.base_ns = int(document.get("baseTimeNanoseconds", 0))
-        for event in document["traceEvents"]:
-            if event.get("ph") == "X":
-                self._add(event)
-        self.annotations.sort(key=lambda event: (event.start_us, -event.duration_us))
+        with _many_objects():
+            document = read_document(self.path)
+            self.rank, self.ranks = rank_of(document, self.path)
+            self.base_ns = int(document.get("baseTimeNanoseconds", 0))
+            for event in document["traceEvents"]:
+                if event.get("ph") == "X" and event.get("cat") != "Trace":
+                    self._add(event)
+        self.annotations.sort(key=_by_start)
+        self._host_exchanges = [event for event in self.annotations if event.name.startswith(_HOST_EXCHANGE)]
+        for operators in self._operators.values():
+            operators.sort(key=_by_start)
         for launches in self._launches.values():
             launches.sort()
-        self.has_device = bool(self._activity)
+        self.has_device = bool(self._activity and self._launches)
 
     def _add(self, event: dict[str, Any]) -> None:
-        category, name, args = event.get("cat"), event["name"], event.get("args", {})
-        start_us, duration_us = event["ts"], event.get("dur", 0)
-        if category == "user_annotation":
-            self.annotations.append(Event(name, start_us, duration_us, event["pid"], event["tid"]))
-        elif category == "cpu_op" and name.startswith("c10d::"):
-            self._communication.append(Event(name, start_us, duration_us, event["pid"], event["tid"]))
+        category, name, args = event.get("cat", ""), event.get("name", ""), event.get("args") or {}
+        try:
+            start_us, duration_us, thread = event["ts"], event.get("dur", 0), (event["pid"], event["tid"])
+        except KeyError as missing:
+            raise TraceError(f"{self.path}: not a trace: an event {name!r} has no {missing}") from None
+        self.start_us = min(self.start_us, start_us)
+        self.end_us = max(self.end_us, start_us + duration_us)
+        if host := _HOST.get(category):
+            mine = Event(name, start_us, duration_us, *thread)
+            if host == "range" or (category == "Operator" and "::" not in name):
+                self.annotations.append(mine)
+            else:
+                self._operators.setdefault(thread, []).append(mine)
         elif category in _LAUNCHES and "correlation" in args:
-            thread = event["pid"], event["tid"]
-            self._launches.setdefault(thread, []).append((start_us, args["correlation"]))
-        elif kind := _DEVICE_KINDS.get(category or ""):
+            launch = start_us, args["correlation"], bool(_KERNEL_LAUNCH.search(name))
+            self._launches.setdefault(thread, []).append(launch)
+        elif kind := _DEVICE.get(category):
             if kind == "kernel" and _COLLECTIVE.search(name):
                 kind = "collective"
             activity = Activity(kind, name, start_us, duration_us, args.get("stream", event["tid"]), args.get("bytes"))
             self._activity.setdefault(args.get("correlation", -1), []).append(activity)
 
     def range_names(self) -> dict[str, int]:
-        """The names of the ranges there are, with how often each occurs, in order of appearance."""
+        """The names of the ranges there are, with how often each occurs, in order of appearance.
+
+        Raises:
+            TraceError: there is none.
+        """
+        if not self.annotations:
+            raise TraceError(f"{self.path}: no ranges: nothing was annotated, or only the device was recorded")
         return dict(Counter(event.name for event in self.annotations))
 
     def ranges(self, name: str) -> list[Event]:
-        """The occurrences of a range.
+        """The occurrences of a range, in order of their start.
+
+        Args:
+            name: of the range; or a pattern, as in ``ProfilerStep#*``; or ``outer > inner`` for those of ``inner``
+                that lie inside one of ``outer``.
 
         Raises:
             TraceError: there is none; the message has the nearest name.
         """
-        found = [event for event in self.annotations if event.name == name]
-        if not found:
-            if not self.annotations:
-                raise TraceError(f"{self.path}: no ranges: nothing was annotated, or only the device was recorded")
+        names = self.range_names()
+        outer, within, inner = name.rpartition(_WITHIN)
+        if name not in names and within:
+            found = _within(self.ranges(inner), self.ranges(outer))
+            if not found:
+                raise TraceError(f"{self.path}: no range {inner!r} lies inside a range {outer!r}")
+            return found
+        matching = [name] if name in names else [each for each in names if fnmatchcase(each, name)]
+        if not matching:
             try:
-                choose("range", name, self.range_names())
+                choose("range", name, names)
             except ValueError as error:
                 raise TraceError(f"{self.path}: {error}") from None
-        return found
+        return [event for event in self.annotations if event.name in matching]
 
     def launched_in(self, event: Event) -> list[Activity]:
         """The device activity whose launch lies inside ``event``, in order of its start."""
-        launches = self._launches.get((event.pid, event.tid), [])
-        first = bisect_left(launches, event.start_us, key=lambda launch: launch[0])
-        last = bisect_right(launches, event.end_us, key=lambda launch: launch[0])
-        found = [
-            activity for _, correlation in launches[first:last] for activity in self._activity.get(correlation, ())
-        ]
+        launched = {correlation for _, correlation, _ in self._launches_in(event)}
+        found = [activity for correlation in launched for activity in self._activity.get(correlation, ())]
         return sorted(found, key=lambda activity: activity.start_us)
+
+    def launches_in(self, event: Event) -> list[tuple[float, list[Activity]]]:
+        """When each launch inside ``event`` was made, and the device activity that it started."""
+        return [(start_us, self._activity.get(id, [])) for start_us, id, _ in self._launches_in(event)]
+
+    def lost_in(self, event: Event) -> int:
+        """How many kernels were launched inside ``event`` whose activity the trace lacks: it ends before they ran."""
+        return sum(is_kernel and id not in self._activity for _, id, is_kernel in self._launches_in(event))
+
+    def _launches_in(self, event: Event) -> list[tuple[float, int, bool]]:
+        launches = self._launches.get(event.thread, [])
+        first = bisect_left(launches, event.start_us, key=lambda launch: launch[0])
+        return launches[first : bisect_right(launches, event.end_us, key=lambda launch: launch[0])]
+
+    def operators_in(self, event: Event) -> list[Event]:
+        """The operators that ran inside ``event`` on its thread, those that others called too, in order of start."""
+        operators = self._operators.get(event.thread, [])
+        first = bisect_left(operators, event.start_us, key=lambda operator: operator.start_us)
+        last = bisect_right(operators, event.end_us, key=lambda operator: operator.start_us)
+        return [operator for operator in operators[first:last] if event.contains(operator)]
+
+    def exchanges_in(self, event: Event) -> list[Event | Activity]:
+        """The exchanges of ``event`` as what carried them out saw them, in order of start.
+
+        On a device these are the collectives that it launched, else what gloo's own threads did in its time.
+        """
+        if self.has_device:
+            return [activity for activity in self.launched_in(event) if activity.kind == "collective"]
+        exchanges = self._host_exchanges
+        first, last = (bisect_left(exchanges, time, key=lambda each: each.start_us) for time in event.interval)
+        return [each for each in exchanges[first:last] if each.pid == event.pid]
 
     def occurrence(self, event: Event) -> Occurrence:
         """What one run of a range did."""
         cpu_span_ms = event.duration_us / 1e3
         if not self.has_device:
-            collectives = sum(event.contains(operator) for operator in self._communication)
+            collectives = sum(operator.name.startswith("c10d::") for operator in self.operators_in(event))
             return Occurrence(cpu_span_ms, None, None, None, None, collectives, None)
+        if self.lost_in(event):
+            return Occurrence(cpu_span_ms, None, None, None, None, None, None)
         activity = self.launched_in(event)
         kinds = Counter(item.kind for item in activity)
-        exchange = union(item.interval for item in activity if item.kind == "collective")
-        rest = union(item.interval for item in activity if item.kind != "collective")
-        covered = union(exchange + rest)
+        parts = self.device_parts_us(event)
         return Occurrence(
             cpu_span_ms,
-            (covered[-1][1] - covered[0][0]) / 1e3 if covered else None,
+            sum(parts.values()) / 1e3 if parts else None,
             dict(Counter(_direction(item.name) for item in activity if item.kind == "memcpy")),
             kinds["memset"],
             kinds["kernel"],
             kinds["collective"],
-            (length_us(exchange) - overlap_us(exchange, rest)) / 1e3,
+            parts["exposed exchange"] / 1e3 if parts else 0.0,
         )
 
     def occurrences(self, name: str) -> list[Occurrence]:
         """What each run of a range did; raises as :meth:`ranges` does."""
         return [self.occurrence(event) for event in self.ranges(name)]
 
+    def device_parts_us(self, event: Event) -> dict[str, float] | None:
+        """Where the time of the GPU span goes: "compute", "copies", "exposed exchange" and "idle" add up to it.
 
-def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """The time covered by ``intervals``, as disjoint intervals in order."""
-    merged: Intervals = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
+        What runs beside compute counts as compute, so that an exchange is exposed where nothing else ran. None where
+        the range launched nothing, or the trace has no device.
+        """
+        activity = self.launched_in(event)
+        covered = union(item.interval for item in activity)
+        if not covered or self.lost_in(event):
+            return None
+        kinds = {"compute": ("kernel",), "copies": ("memcpy", "memset"), "exposed exchange": ("collective",)}
+        layers = {part: [item.interval for item in activity if item.kind in of] for part, of in kinds.items()}
+        return parts_us((covered[0][0], covered[-1][1]), layers)
+
+    def host_parts_us(self, event: Event) -> dict[str, float]:
+        """Where the time of the CPU span goes: "copies", "compute", "exposed exchange" and "idle" add up to it.
+
+        Copies are ``copy_`` and ``_foreach_copy_``, compute all other operators on the range's thread; an exchange of
+        gloo's is exposed where no operator ran. Idle is what remains: Python, and waiting for anything else.
+        """
+        operators = self.operators_in(event)
+        layers = {
+            "copies": [each.interval for each in operators if each.name in HOST_COPIES],
+            "compute": [each.interval for each in operators],
+            "exposed exchange": [] if self.has_device else [each.interval for each in self.exchanges_in(event)],
+        }
+        return parts_us(event.interval, layers)
+
+    def device_work(self, event: Event) -> list[Work]:
+        """What ran on the device for ``event``, by name."""
+        return _tally((item.name, item.duration_us) for item in self.launched_in(event))
+
+    def host_work(self, event: Event) -> list[Work]:
+        """The operators that ran inside ``event``, by name, each without the time of those it called."""
+        return _tally(_own_times(self.operators_in(event)))
 
 
-def length_us(intervals: Intervals) -> float:
-    """Total length of disjoint intervals."""
-    return sum(end - start for start, end in intervals)
+@contextmanager
+def _many_objects() -> Iterator[None]:
+    """Without the search for cycles that else goes through millions of new objects again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
-def overlap_us(left: Intervals, right: Intervals) -> float:
-    """Time that two unions have in common."""
-    return length_us(left) + length_us(right) - length_us(union(left + right))
+def _by_start(event: Event) -> tuple[float, float]:
+    return event.start_us, -event.duration_us
+
+
+def _within(inner: list[Event], outer: list[Event]) -> list[Event]:
+    """Those of ``inner`` that lie inside one of ``outer``; both in order of start."""
+    by_thread: dict[Thread, list[Event]] = {}
+    for event in outer:
+        by_thread.setdefault(event.thread, []).append(event)
+    latest = {thread: list(accumulate((each.end_us for each in of), max)) for thread, of in by_thread.items()}
+    found = []
+    for event in inner:
+        before = bisect_right(by_thread.get(event.thread, []), event.start_us, key=lambda each: each.start_us)
+        if before and latest[event.thread][before - 1] >= event.end_us:
+            found.append(event)
+    return found
 
 
 def _direction(name: str) -> str:
@@ -237,15 +372,24 @@ def _direction(name: str) -> str:
     return match[1] if match else name
 
 
-def _load(path: Path) -> dict[str, Any]:
-    opened = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opened(path, "rb") as file:
-            document = json.load(file)
-    except (EOFError, gzip.BadGzipFile, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise TraceError(f"{path}: cut off, or not a trace ({error})") from None
-    if isinstance(document, list):
-        document = {"traceEvents": document}
-    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
-        raise TraceError(f"{path}: not a trace: it has no list of traceEvents")
-    return document
+def _own_times(operators: list[Event]) -> Iterator[tuple[str, float]]:
+    """Each operator's time without those that it called; ``operators`` are of one thread, in order of start."""
+    open_: list[tuple[Event, float]] = []  # those that run, and the time of those that they called so far
+    for operator in operators:
+        while open_ and open_[-1][0].end_us <= operator.start_us:
+            ended, inner_us = open_.pop()
+            yield ended.name, ended.duration_us - inner_us
+        if open_:
+            caller, inner_us = open_.pop()
+            open_.append((caller, inner_us + operator.duration_us))
+        open_.append((operator, 0.0))
+    yield from ((ended.name, ended.duration_us - inner_us) for ended, inner_us in open_)
+
+
+def _tally(runs: Iterator[tuple[str, float]]) -> list[Work]:
+    calls: Counter[str] = Counter()
+    times: Counter[str] = Counter()
+    for name, time_us in runs:
+        calls[name] += 1
+        times[name] += time_us  # type: ignore[assignment]  # a Counter adds floats as well
+    return [Work(name, calls[name], times[name]) for name in calls]

@@ -2,13 +2,14 @@
 
 Everything here is plain data and arithmetic; no tensor is made. ``kimi-debug`` is the model of the published profile,
 ``tiny`` the same code at a size that steps in a fraction of a second, ``moonlight-16b`` and ``kimi-k2`` are counted and
-planned. All are decoders with multi-head latent attention and a mixture of experts, as DeepSeek-V3 has them.
+planned: decoders with multi-head latent attention and a mixture of experts, as DeepSeek-V3 has them. ``qwen3-8b`` is a
+dense decoder with grouped-query attention.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +24,8 @@ MUON_RECIPE: Mapping[str, Any] = MappingProxyType(
 ADAMW_RECIPE: Mapping[str, Any] = MappingProxyType({"weight_decay": 0.1, "betas": (0.9, 0.95)})
 MAX_GRAD_NORM = 1.0
 
-_SIZES = ("width", "q_lora", "kv_lora", "qk_nope", "qk_rope", "v_head", "dense_hidden", "expert_hidden", "vocabulary")
+#: Sizes that are numbers of features.
+_FEATURES = ("width", "dense_hidden", "expert_hidden", "vocabulary")
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,92 @@ class Rope:
         return 0.1 * math.log(self.factor) + 1.0
 
 
-def check_ranks(ranks: int, ep: int) -> None:
-    """Refuse an expert-parallel degree that does not divide the ranks.
+@dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), in features.
+
+    Attributes:
+        kv_lora: rank of the joint key and value projection.
+        qk_nope: of a head's queries and keys, without position.
+        qk_rope: of a head's queries and keys, rotated by position; the key's is shared by all heads.
+        v_head: of a head's values.
+        q_lora: rank of the query projection; 0 for one plain ``wq``.
+    """
+
+    kv_lora: int
+    qk_nope: int
+    qk_rope: int
+    v_head: int
+    q_lora: int = 0
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "attention", may_be_0=("q_lora",))
+        if self.qk_rope % 2:
+            raise ValueError(f"attention: qk_rope is rotated in pairs and must be even, not {self.qk_rope}")
+
+    @property
+    def rotated(self) -> int:
+        """Features of a head that are rotated by position."""
+        return self.qk_rope
+
+    @property
+    def row_blocks(self) -> dict[str, int]:
+        """Rows of each matrix by parameter name: query and key-value projections are a matrix a head."""
+        query = "*.wq_b.weight" if self.q_lora else "*.wq.weight"
+        return {query: self.qk_nope + self.qk_rope, "*.wkv_b.weight": self.qk_nope + self.v_head}
+
+
+@dataclass(frozen=True)
+class GroupedQueryAttention:
+    """Sizes of grouped-query attention (arXiv:2305.13245) with normalised queries and keys, as Qwen3 has it.
+
+    Attributes:
+        kv_heads: heads of keys and values, each for equally many of the queries' heads.
+        head: features of a head.
+    """
+
+    kv_heads: int
+    head: int
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "attention")
+        if self.head % 2:
+            raise ValueError(f"attention: a head is rotated in pairs and must be even, not {self.head}")
+
+    @property
+    def rotated(self) -> int:
+        """Features of a head that are rotated by position."""
+        return self.head
+
+    @property
+    def row_blocks(self) -> dict[str, int]:
+        """None: each projection is one matrix."""
+        return {}
+
+
+Attention = LatentAttention | GroupedQueryAttention
+
+
+def _check_sizes(sizes: Any, where: str, may_be_0: Collection[str] = ()) -> None:
+    for field in fields(sizes):
+        value, least = getattr(sizes, field.name), 0 if field.name in may_be_0 else 1
+        if field.type == "int" and value < least:
+            raise ValueError(f"{where}: {field.name} must be at least {least}, not {value}")
+
+
+def check_ranks(ranks: int, ep: int, replicas: int = 1) -> None:
+    """Refuse degrees that do not divide the ranks.
 
     Raises:
-        ValueError: it does not; the message gives those that do.
+        ValueError: they do not; the message gives those that do.
     """
-    if ranks < 1 or ep < 1:
-        raise ValueError(f"ranks and ep must be at least 1, not ranks={ranks}, ep={ep}")
-    if ranks % ep:
-        raise ValueError(f"ranks={ranks} is not divisible by ep={ep}: choose an ep among {_divisors(ranks)}")
+    if ranks < 1 or ep < 1 or replicas < 1:
+        raise ValueError(f"ranks, ep and replicas must be at least 1, not ranks={ranks}, ep={ep}, replicas={replicas}")
+    if ranks % replicas:
+        raise ValueError(f"ranks={ranks} is not divisible by replicas={replicas}: choose among {_divisors(ranks)}")
+    if ranks // replicas % ep:
+        each = f"ranks={ranks}" if replicas == 1 else f"ranks={ranks} in replicas={replicas}, {ranks // replicas} each,"
+        raise ValueError(f"{each} is not divisible by ep={ep}: choose an ep among {_divisors(ranks // replicas)}")
 
 
 def _divisors(number: int) -> list[int]:
@@ -75,27 +153,36 @@ class Layout:
     """How a workload lies on its ranks.
 
     Attributes:
-        ranks: ranks of the job; dense parameters are ``Shard(0)`` over all of them.
+        ranks: ranks of the job.
         ep: ranks over which the experts are split.
-        experts: routed experts of a layer.
+        experts: routed experts of a layer; 0 without any.
+        replicas: how many copies of the model there are (HSDP), each over as many neighbouring ranks.
     """
 
     ranks: int
     ep: int
     experts: int
+    replicas: int = 1
 
     def __post_init__(self) -> None:
-        check_ranks(self.ranks, self.ep)
+        check_ranks(self.ranks, self.ep, self.replicas)
+        if self.ep > 1 and not self.experts:
+            raise ValueError(f"there are no experts to split: ep must be 1, not {self.ep}")
         if self.experts % self.ep:
             raise ValueError(
                 f"experts={self.experts} is not divisible by ep={self.ep}: "
-                f"choose an ep among {_divisors(math.gcd(self.ranks, self.experts))}"
+                f"choose an ep among {_divisors(math.gcd(self.shards, self.experts))}"
             )
+
+    @property
+    def shards(self) -> int:
+        """Ranks of a replica; dense parameters are ``Shard(0)`` over all of them."""
+        return self.ranks // self.replicas
 
     @property
     def efsdp(self) -> int:
         """Ranks over which FSDP shards each expert-parallel slice."""
-        return self.ranks // self.ep
+        return self.shards // self.ep
 
     @property
     def expert_shard_dim(self) -> int:
@@ -111,20 +198,16 @@ class Workload:
         name: the name it is chosen by.
         width: of the residual stream.
         layers: decoder layers, of which the first ``dense_layers`` have a dense feed-forward and the others experts.
-        heads: attention heads.
-        q_lora: rank of the query projection; 0 for one plain ``wq``.
-        kv_lora: rank of the joint key and value projection.
-        qk_nope: of a head's queries and keys, without position.
-        qk_rope: of a head's queries and keys, rotated by position; the key's is shared by all heads.
-        v_head: of a head's values.
+        heads: attention heads, of the queries.
+        attention: its kind and its sizes.
         dense_hidden: hidden size of the dense feed-forward.
-        experts: routed experts of a layer.
-        top_k: experts that a token is sent to.
-        expert_hidden: hidden size of one routed expert.
-        shared_experts: experts that see every token, as one feed-forward of that many times ``expert_hidden``.
         vocabulary: token ids.
         default_ranks: ranks of the published set-up.
         default_ep: expert-parallel degree of the published set-up.
+        experts: routed experts of a layer; 0 if all layers are dense.
+        top_k: experts that a token is sent to.
+        expert_hidden: hidden size of one routed expert.
+        shared_experts: experts that see every token, as one feed-forward of that many times ``expert_hidden``.
         rope: rotary position embedding.
     """
 
@@ -132,35 +215,28 @@ class Workload:
     width: int
     layers: int
     heads: int
-    kv_lora: int
-    qk_nope: int
-    qk_rope: int
-    v_head: int
+    attention: Attention
     dense_hidden: int
-    experts: int
-    top_k: int
-    expert_hidden: int
-    shared_experts: int
     vocabulary: int
     default_ranks: int
-    default_ep: int
-    q_lora: int = 0
+    default_ep: int = 1
+    experts: int = 0
+    top_k: int = 0
+    expert_hidden: int = 0
+    shared_experts: int = 0
     dense_layers: int = 1
     rope: Rope = Rope()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name in ("q_lora", "dense_layers") else 1
-            if field.type == "int" and value < least:
-                raise ValueError(f"workload {self.name!r}: {field.name} must be at least {least}, not {value}")
-        if self.dense_layers > self.layers:
-            raise ValueError(f"workload {self.name!r}: {self.dense_layers} dense layers of only {self.layers}")
+        where = f"workload {self.name!r}"
+        of_experts = () if self.experts else ("experts", "top_k", "expert_hidden", "shared_experts")
+        _check_sizes(self, where, may_be_0=("dense_layers", *of_experts))
+        if self.dense_layers > self.layers or (not self.experts and self.dense_layers < self.layers):
+            raise ValueError(f"{where}: {self.dense_layers} dense layers of {self.layers}, with {self.experts} experts")
         if self.top_k > self.experts:
-            raise ValueError(f"workload {self.name!r}: top {self.top_k} of only {self.experts} experts")
-        if self.qk_rope % 2:
-            raise ValueError(
-                f"workload {self.name!r}: qk_rope is rotated in pairs and must be even, not {self.qk_rope}"
-            )
+            raise ValueError(f"{where}: top {self.top_k} of only {self.experts} experts")
+        if isinstance(self.attention, GroupedQueryAttention) and self.heads % self.attention.kv_heads:
+            raise ValueError(f"{where}: {self.heads} heads can't share {self.attention.kv_heads} of keys and values")
         self.layout(self.default_ranks, self.default_ep)
 
     @property
@@ -170,22 +246,33 @@ class Workload:
 
     @property
     def row_blocks(self) -> dict[str, int]:
-        """Rows of each matrix by parameter name: query and key-value projections are a matrix a head."""
-        query = "*.wq_b.weight" if self.q_lora else "*.wq.weight"
-        return {query: self.qk_nope + self.qk_rope, "*.wkv_b.weight": self.qk_nope + self.v_head}
+        """Rows of each matrix by parameter name, of those that hold several."""
+        return self.attention.row_blocks
 
     @property
     def published_buckets(self) -> tuple[tuple[str, ...], ...]:
+        """Buckets of two layers each, as in the published profile."""
+        return self.layer_buckets(2)
+
+    def layer_buckets(self, layers: int) -> tuple[tuple[str, ...], ...]:
         """Buckets as patterns of parameter names, in order; the first that matches takes the parameter.
 
-        The dense layers, then two layers at a time; the routed experts of each apart from the rest, as they may need no
-        exchange. Embedding, head and the last norm are in none: they are not Muon's.
+        The dense layers, then so many layers at a time; the routed experts of each apart from the rest, as they may
+        need no exchange. Without experts so many at a time from the start. Embedding, head and the last norm are in
+        none: they are not Muon's.
+
+        Raises:
+            ValueError: fewer than one layer.
         """
-        buckets = [tuple(f"layers.{layer}.*" for layer in range(self.dense_layers))] if self.dense_layers else []
-        for first in range(self.dense_layers, self.layers, 2):
-            pair = range(first, min(first + 2, self.layers))
-            buckets.append(tuple(f"layers.{layer}.moe.experts.*" for layer in pair))
-            buckets.append(tuple(f"layers.{layer}.*" for layer in pair))
+        if layers < 1:
+            raise ValueError(f"a bucket of {layers} layers: give at least 1")
+        joined = self.dense_layers if self.experts else 0
+        buckets = [tuple(f"layers.{layer}.*" for layer in range(joined))] if joined else []
+        for first in range(joined, self.layers, layers):
+            members = range(first, min(first + layers, self.layers))
+            if self.experts:
+                buckets.append(tuple(f"layers.{layer}.moe.experts.*" for layer in members))
+            buckets.append(tuple(f"layers.{layer}.*" for layer in members))
         return tuple(buckets)
 
     def divided(self, divisor: int) -> Workload:
@@ -195,22 +282,24 @@ class Workload:
         Raises:
             ValueError: one of these numbers is not divisible.
         """
-        sizes = {name: getattr(self, name) for name in _SIZES}
-        if odd := [f"{name}={size}" for name, size in sizes.items() if size % divisor]:
+        of_attention = {name: size for name, size in vars(self.attention).items() if name != "kv_heads"}
+        sizes = {name: getattr(self, name) for name in _FEATURES}
+        if odd := [f"{name}={size}" for name, size in (sizes | of_attention).items() if size % divisor]:
             raise ValueError(f"workload {self.name!r} can't be divided by {divisor}: {', '.join(odd)}")
+        attention = replace(self.attention, **{name: size // divisor for name, size in of_attention.items()})
         divided = {name: size // divisor for name, size in sizes.items()}
-        return replace(self, name=f"{self.name}/{divisor}", **divided)
+        return replace(self, name=f"{self.name}/{divisor}", attention=attention, **divided)
 
-    def layout(self, ranks: int, ep: int) -> Layout:
+    def layout(self, ranks: int, ep: int, replicas: int = 1) -> Layout:
         """The layout on ``ranks`` ranks.
 
         Raises:
-            ValueError: ``ep`` divides the ranks or the experts not.
+            ValueError: the numbers do not divide the ranks, or ``ep`` not the experts.
         """
-        return Layout(ranks, ep, self.experts)
+        return Layout(ranks, ep, self.experts, replicas)
 
 
-#: By name. YaRN as in DeepSeek-V3 for the debug models, as in Kimi K2 for kimi-k2; Moonlight has plain RoPE.
+#: By name. YaRN as in DeepSeek-V3 for the debug models, as in Kimi K2 for kimi-k2; the others have plain RoPE.
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
     {
         workload.name: workload
@@ -220,10 +309,7 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
                 width=256,
                 layers=6,
                 heads=16,
-                kv_lora=512,
-                qk_nope=128,
-                qk_rope=64,
-                v_head=128,
+                attention=LatentAttention(kv_lora=512, qk_nope=128, qk_rope=64, v_head=128),
                 dense_hidden=1_024,
                 experts=8,
                 top_k=3,
@@ -238,10 +324,7 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
                 width=64,
                 layers=3,
                 heads=4,
-                kv_lora=32,
-                qk_nope=16,
-                qk_rope=8,
-                v_head=16,
+                attention=LatentAttention(kv_lora=32, qk_nope=16, qk_rope=8, v_head=16),
                 dense_hidden=128,
                 experts=4,
                 top_k=2,
@@ -256,10 +339,7 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
                 width=2_048,
                 layers=27,
                 heads=16,
-                kv_lora=512,
-                qk_nope=128,
-                qk_rope=64,
-                v_head=128,
+                attention=LatentAttention(kv_lora=512, qk_nope=128, qk_rope=64, v_head=128),
                 dense_hidden=11_264,
                 experts=64,
                 top_k=6,
@@ -275,11 +355,7 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
                 width=7_168,
                 layers=61,
                 heads=64,
-                q_lora=1_536,
-                kv_lora=512,
-                qk_nope=128,
-                qk_rope=64,
-                v_head=128,
+                attention=LatentAttention(kv_lora=512, qk_nope=128, qk_rope=64, v_head=128, q_lora=1_536),
                 dense_hidden=18_432,
                 experts=384,
                 top_k=8,
@@ -289,6 +365,18 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
                 default_ranks=1_024,
                 default_ep=64,
                 rope=Rope(theta=50_000.0, factor=32.0, beta_fast=1.0),
+            ),
+            Workload(
+                name="qwen3-8b",
+                width=4_096,
+                layers=36,
+                heads=32,
+                attention=GroupedQueryAttention(kv_heads=8, head=128),
+                dense_hidden=12_288,
+                vocabulary=151_936,
+                default_ranks=8,
+                dense_layers=36,
+                rope=Rope(theta=1_000_000.0, factor=1.0, original_context=32_768),
             ),
         )
     }

@@ -1,4 +1,4 @@
-"""The decoder: multi-head latent attention, routed and shared experts, rotary positions with YaRN.
+"""The decoder: attention, then a dense feed-forward or routed and shared experts.
 
 Plain modules with no knowledge of ranks. The one seam for expert parallelism is ``MoE.dispatch``: when it is set, it
 takes the tokens to the ranks that hold their experts and back. Linear layers have no bias, so what is not a matrix is a
@@ -7,7 +7,6 @@ norm. Shapes in comments: B sequences, T tokens, D width, H heads, N tokens sent
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -15,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from distmuon.workloads.config import Rope, Workload
+from distmuon.workloads.attention import make_attention, rotary_table
+from distmuon.workloads.config import Workload
 
 #: Standard deviation of every matrix at the start.
 INIT_STD = 0.02
@@ -63,7 +63,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, T) token ids to (B, T, vocabulary) logits."""
-        rotation = rotary_table(self.workload.rope, self.workload.qk_rope, tokens.shape[1], tokens.device)
+        rotation = rotary_table(self.workload.rope, self.workload.attention.rotated, tokens.shape[1], tokens.device)
         hidden = self.tok_embeddings(tokens)  # (B, T, D)
         for layer in self.layers:
             hidden = layer(hidden, rotation)
@@ -76,7 +76,7 @@ class Layer(nn.Module):
     def __init__(self, workload: Workload, dense: bool) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(workload.width)
-        self.attention = Attention(workload)
+        self.attention = make_attention(workload)
         self.ffn_norm = nn.RMSNorm(workload.width)
         self.dense = dense
         if dense:
@@ -88,42 +88,6 @@ class Layer(nn.Module):
         """(B, T, D) and the rotary table to (B, T, D)."""
         hidden = hidden + self.attention(self.attention_norm(hidden), rotation)
         return hidden + (self.feed_forward if self.dense else self.moe)(self.ffn_norm(hidden))
-
-
-class Attention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values come from a small latent vector."""
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        self.sizes = workload
-        width, heads = workload.width, workload.heads
-        queries = heads * (workload.qk_nope + workload.qk_rope)
-        if workload.q_lora:
-            self.wq_a = nn.Linear(width, workload.q_lora, bias=False)
-            self.q_norm = nn.RMSNorm(workload.q_lora)
-            self.wq_b = nn.Linear(workload.q_lora, queries, bias=False)
-        else:
-            self.wq = nn.Linear(width, queries, bias=False)
-        self.wkv_a = nn.Linear(width, workload.kv_lora + workload.qk_rope, bias=False)
-        self.kv_norm = nn.RMSNorm(workload.kv_lora)
-        self.wkv_b = nn.Linear(workload.kv_lora, heads * (workload.qk_nope + workload.v_head), bias=False)
-        self.wo = nn.Linear(heads * workload.v_head, width, bias=False)
-
-    def forward(self, hidden: Tensor, rotation: Tensor) -> Tensor:
-        """(B, T, D) and the rotary table to (B, T, D); no token sees a later one."""
-        sizes = self.sizes
-        query = self.wq_b(self.q_norm(self.wq_a(hidden))) if sizes.q_lora else self.wq(hidden)
-        query = query.unflatten(-1, (sizes.heads, -1)).transpose(1, 2)  # (B, H, T, nope + rope)
-        query_nope, query_rope = query.split([sizes.qk_nope, sizes.qk_rope], dim=-1)
-        latent, key_rope = self.wkv_a(hidden).split([sizes.kv_lora, sizes.qk_rope], dim=-1)
-        key_value = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (sizes.heads, -1)).transpose(1, 2)
-        key_nope, value = key_value.split([sizes.qk_nope, sizes.v_head], dim=-1)
-        key_rope = rotate(key_rope.unsqueeze(1), rotation).expand(-1, sizes.heads, -1, -1)  # one for all heads
-        query = torch.cat([query_nope, rotate(query_rope, rotation)], dim=-1)
-        key = torch.cat([key_nope, key_rope], dim=-1)
-        scale = sizes.rope.attention_factor**2 / math.sqrt(sizes.qk_nope + sizes.qk_rope)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)  # (B, H, T, v)
-        return self.wo(mixed.transpose(1, 2).flatten(-2))
 
 
 class FeedForward(nn.Module):
@@ -211,37 +175,3 @@ class MoE(nn.Module):
         done = done.index_select(0, order.argsort()).unflatten(0, (-1, self.router.top_k))  # (B * T, top_k, D)
         routed = (done * scores.unsqueeze(-1).to(done.dtype)).sum(1)
         return (routed + self.shared_experts(tokens)).view_as(hidden)
-
-
-def rotary_frequencies(rope: Rope, features: int) -> list[float]:
-    """Radians a token by which each of ``features / 2`` pairs turns, slowed as YaRN does.
-
-    Fast pairs keep their frequency, slow ones are divided by ``rope.factor``, and a linear ramp lies between.
-    """
-
-    def pair_that_turns(times: float) -> float:
-        wavelength = rope.original_context / (times * 2 * math.pi)
-        return features * math.log(wavelength) / (2 * math.log(rope.theta))
-
-    first = max(math.floor(pair_that_turns(rope.beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(rope.beta_slow)), features - 1)
-    frequencies = []
-    for pair in range(features // 2):
-        frequency = rope.theta ** (-2 * pair / features)
-        slowed = min(max((pair - first) / max(last - first, 1e-3), 0.0), 1.0)
-        frequencies.append(frequency * (1 - slowed) + frequency / rope.factor * slowed)
-    return frequencies
-
-
-def rotary_table(rope: Rope, features: int, tokens: int, device: torch.device) -> Tensor:
-    """(2, tokens, features / 2): cosines and sines of the angle of each pair at each position."""
-    frequencies = torch.tensor(rotary_frequencies(rope, features), device=device, dtype=torch.float32)
-    angles = torch.arange(tokens, device=device, dtype=torch.float32).outer(frequencies)
-    return torch.stack([angles.cos(), angles.sin()])
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn the pairs (first half, second half) of the last dimension of ``x`` (..., T, features) by their angles."""
-    cosine, sine = rotation.to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)

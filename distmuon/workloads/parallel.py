@@ -1,9 +1,9 @@
 """A model over ranks: two meshes, experts split over ``ep`` with their tokens sent to them, FSDP over the rest.
 
 Dense parameters lie ``Shard(0)`` on the mesh ("dp_shard",). Experts lie on ("efsdp", "ep"): whole experts over ``ep``,
-and FSDP shards what each ``ep`` rank has over ``efsdp``. Gradients are summed over ranks, never averaged: the loss of a
-rank is its share of the mean over all tokens (see ``training``), so the sum is the gradient of that mean, whichever
-ranks an expert's tokens came from.
+and FSDP shards what each ``ep`` rank has over ``efsdp``. With replicas (HSDP) both meshes have an axis "replicate"
+before these. Gradients are summed over ranks, never averaged: the loss of a rank is its share of the mean over all
+tokens (see ``training``), so the sum is the gradient of that mean, whichever ranks an expert's tokens came from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from distmuon.workloads.model import Decoder, Experts, MoE
 
 @dataclass(frozen=True)
 class Meshes:
-    """The meshes of a job: ``dense`` is ("dp_shard",), ``expert`` is ("efsdp", "ep"), both over all its ranks."""
+    """The meshes of a job, both over all its ranks: ``dense`` is ("dp_shard",), ``expert`` is ("efsdp", "ep"), or these
+    after "replicate".
+    """
 
     dense: DeviceMesh
     expert: DeviceMesh
@@ -33,20 +35,33 @@ class Meshes:
         if self.dense.size() != self.expert.size():
             raise ValueError(f"both meshes must hold all ranks, not {self.dense.size()} and {self.expert.size()}")
 
+    @property
+    def replicas(self) -> int:
+        """Copies of the model."""
+        return self.dense.shape[0] if self.dense.ndim > 1 else 1
 
-def make_meshes(ranks: int, ep: int, device_type: str) -> Meshes | None:
+    @property
+    def expert_fsdp(self) -> DeviceMesh:
+        """The mesh over which FSDP shards, and replicates, the experts of an ``ep`` rank."""
+        return self.expert["replicate", "efsdp"] if self.replicas > 1 else self.expert["efsdp"]
+
+
+def make_meshes(ranks: int, ep: int, device_type: str, replicas: int = 1) -> Meshes | None:
     """The meshes over the default process group; None for one rank, which needs neither mesh nor process group.
 
     Raises:
-        ValueError: ``ep`` does not divide ``ranks``.
+        ValueError: ``replicas`` does not divide ``ranks``, or ``ep`` not what is left.
     """
-    check_ranks(ranks, ep)
+    check_ranks(ranks, ep, replicas)
     if ranks == 1:
         return None
-    return Meshes(
-        dense=init_device_mesh(device_type, (ranks,), mesh_dim_names=("dp_shard",)),
-        expert=init_device_mesh(device_type, (ranks // ep, ep), mesh_dim_names=("efsdp", "ep")),
-    )
+
+    def mesh(**axes: int) -> DeviceMesh:
+        axes = {"replicate": replicas, **axes} if replicas > 1 else axes
+        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    shards = ranks // replicas
+    return Meshes(dense=mesh(dp_shard=shards), expert=mesh(efsdp=shards // ep, ep=ep))
 
 
 def parallelize(model: Decoder, workload: Workload, meshes: Meshes | None) -> None:
@@ -59,14 +74,14 @@ def parallelize(model: Decoder, workload: Workload, meshes: Meshes | None) -> No
     """
     if meshes is None:
         return
-    layout = workload.layout(meshes.dense.size(), meshes.expert["ep"].size())
+    layout = workload.layout(meshes.dense.size(), meshes.expert["ep"].size(), meshes.replicas)
 
     def place(stack: nn.Parameter) -> Shard:
         return Shard(layout.expert_shard_dim)
 
     for moe in [module for module in model.modules() if isinstance(module, MoE)]:
         split_experts(moe, meshes.expert["ep"])
-        fully_shard(moe.experts, mesh=meshes.expert["efsdp"], shard_placement_fn=place)
+        fully_shard(moe.experts, mesh=meshes.expert_fsdp, shard_placement_fn=place)
     for layer in model.layers:
         fully_shard(layer, mesh=meshes.dense)
     fully_shard(model, mesh=meshes.dense)

@@ -6,8 +6,8 @@ The same placements come out of :func:`distmuon.workloads.parallel.parallelize`,
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from distmuon.matrices import matrix_rows
 from distmuon.names import choose
@@ -36,18 +36,29 @@ def get_buckets(workload: Workload, buckets: str | Patterns) -> Patterns | None:
     return workload.published_buckets if choose("buckets", buckets, BUCKETS) == "published" else None
 
 
-def muon_parameters(workload: Workload, *, ranks: int, ep: int) -> list[ParameterSpec]:
+def muon_parameters(workload: Workload, *, ranks: int, ep: int, replicas: int = 1) -> list[ParameterSpec]:
     """Describe the Muon parameters of a workload as they lie on ``ranks`` ranks.
 
+    Args:
+        workload: whose parameters.
+        ranks: of the job.
+        ep: expert-parallel degree.
+        replicas: copies of the model (HSDP), each over as many neighbouring ranks.
+
     Raises:
-        ValueError: ``ep`` divides the ranks or the experts not.
+        ValueError: the numbers do not divide the ranks, or ``ep`` not the experts.
     """
-    layout = workload.layout(ranks, ep)
-    everyone = tuple(range(ranks))
-    dense = Storage((ranks,), everyone, (Shard(0),))
+    layout = workload.layout(ranks, ep, replicas)
+
+    def store(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Storage:
+        if replicas > 1:
+            mesh_shape, placements = (replicas, *mesh_shape), (Replicate(), *placements)
+        return Storage(mesh_shape, tuple(range(ranks)), placements)
+
+    dense = store((layout.shards,), (Shard(0),))
     strided = layout.expert_shard_dim == 0 and ep > 1  # efsdp cuts what ep has cut before
     shard = _StridedShard(0, split_factor=ep) if strided else Shard(layout.expert_shard_dim)
-    expert = Storage((layout.efsdp, ep), everyone, (shard, Shard(0)))
+    expert = store((layout.efsdp, ep), (shard, Shard(0)))
     (group,) = split_parameters(build_model(workload, "meta"), row_blocks=workload.row_blocks).muon
     return [
         ParameterSpec(
@@ -66,10 +77,12 @@ def plan_for(
     *,
     ranks: int | None = None,
     ep: int | None = None,
+    replicas: int = 1,
     rank: int = 0,
     buckets: str | Patterns = "published",
     variant: str | Variant = "fused",
     ns_algorithm: str = "standard",
+    share_replicas: bool | None = None,
 ) -> Plan:
     """The plan of one rank of a workload, made with no process and no process group.
 
@@ -77,10 +90,12 @@ def plan_for(
         workload: a name ("kimi-debug", ...) or a :class:`~distmuon.workloads.Workload`.
         ranks: of the job; default the workload's own.
         ep: expert-parallel degree; default the workload's own.
+        replicas: copies of the model (HSDP).
         rank: whose plan.
         buckets: "published", "auto", or patterns.
         variant: of the step.
         ns_algorithm: arithmetic of Newton-Schulz, as DistMuon takes it.
+        share_replicas: whether replicas split the work, as DistMuon takes it.
 
     Raises:
         ValueError: an unknown name, or numbers that don't fit; with what would.
@@ -90,5 +105,10 @@ def plan_for(
     ep = workload.default_ep if ep is None else ep
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank}: choose one of 0 to {ranks - 1}")
-    options = PlanOptions(get_buckets(workload, buckets), get_variant(variant), ns_algorithm=ns_algorithm)
-    return plan_step(muon_parameters(workload, ranks=ranks, ep=ep), rank, options)
+    options = PlanOptions(
+        get_buckets(workload, buckets),
+        get_variant(variant),
+        ns_algorithm=ns_algorithm,
+        share_replicas=share_replicas,
+    )
+    return plan_step(muon_parameters(workload, ranks=ranks, ep=ep, replicas=replicas), rank, options)

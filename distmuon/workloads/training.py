@@ -48,6 +48,7 @@ class Trainer:
         workload: what to train.
         ranks: ranks of the default process group; 1 needs none.
         ep: expert-parallel degree.
+        replicas: copies of the model (HSDP).
         rank: this rank.
         device: of this rank.
         variant: of DistMuon.
@@ -76,6 +77,7 @@ class Trainer:
         *,
         ranks: int,
         ep: int,
+        replicas: int = 1,
         rank: int,
         device: torch.device | str = "cpu",
         variant: str | Variant = "fused",
@@ -88,7 +90,7 @@ class Trainer:
         ns_dtype: torch.dtype = torch.bfloat16,
         buckets: str | Sequence[Sequence[str]] = "published",
     ) -> None:
-        workload.layout(ranks, ep)  # refuses what does not fit before anything is allocated
+        workload.layout(ranks, ep, replicas)  # refuses what does not fit before anything is allocated
         self.sequences = ranks if sequences is None else sequences
         if self.sequences < 1 or self.sequences % ranks:
             raise ValueError(f"sequences={self.sequences} must be a multiple of ranks={ranks}")
@@ -99,9 +101,9 @@ class Trainer:
         self.device = torch.device(device)
         self.text = standard_library()
         share = self.sequences // ranks
+        self._ranks = ranks
         self._mine = range(rank * share, (rank + 1) * share)
-        meshes = make_meshes(ranks, ep, self.device.type)
-        self._group = None if meshes is None else meshes.dense.get_group()
+        meshes = make_meshes(ranks, ep, self.device.type, replicas)
         self.model = build_model(workload, self.device, seed)
         parallelize(self.model, workload, meshes)
         self.split = split_parameters(self.model, row_blocks=workload.row_blocks)
@@ -132,8 +134,8 @@ class Trainer:
         loss = total / (self.sequences * self.tokens)  # this rank's share of the mean
         loss.backward()
         mean = loss.detach()
-        if self._group is not None:
-            dist.all_reduce(mean, group=self._group)
+        if self._ranks > 1:
+            dist.all_reduce(mean)
         return mean.item()
 
     def clip(self) -> float:

@@ -1,0 +1,178 @@
+"""The parameters of an optimizer as a plan takes them: described and checked, and the process groups they lie on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from distmuon.agreement import Claims
+from distmuon.gradients import GradientPolicy
+from distmuon.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
+from distmuon.options import PlanOptions
+from distmuon.placement import ParameterSpec, Storage
+from distmuon.plan import Plan
+from distmuon.settings import Settings
+
+Group = dict[str, Any]
+
+
+def names_of(number: int, group: Group) -> list[str]:
+    """Names of the parameters of group ``number``, without wrappers' prefixes; unnamed ones are numbered."""
+    names = group.get("param_names") or [f"group{number}.{index}" for index in range(len(group["params"]))]
+    return [clean_name(name) for name in names]
+
+
+def settle_row_blocks(groups: Iterable[Group], row_blocks: RowBlocks | None, names: Iterable[str]) -> None:
+    """Let each group carry the ``row_blocks`` that hold for it: its own, or else those given for all.
+
+    Raises:
+        TypeError: they are no dict of patterns.
+        ValueError: they are given twice and differ, or a pattern matches nothing.
+    """
+    for each in (row_blocks, *(group["row_blocks"] for group in groups)):
+        if each is not None and not (isinstance(each, Mapping) and all(isinstance(key, str) for key in each)):
+            raise TypeError(f"row_blocks is {each!r}: give a dict, name pattern -> rows of each matrix")
+        refuse_unmatched("row_blocks", each or (), names)
+    for group in groups:
+        own = group["row_blocks"]
+        if own and row_blocks and dict(own) != dict(row_blocks):
+            raise ValueError(f"row_blocks is {row_blocks!r}, but a group carries {own!r}: give it once")
+        group["row_blocks"] = dict(own or row_blocks or {}) or None
+
+
+def describe(
+    groups: Sequence[Group],
+    names: Sequence[Sequence[str]],
+    momentum_dtype: torch.dtype | None,
+    process_group: dist.ProcessGroup | None,
+) -> tuple[ParameterSpec, ...]:
+    """All parameters of an optimizer, in order.
+
+    Args:
+        groups: with settled ``row_blocks``.
+        names: of the parameters of each group.
+        momentum_dtype: None for that of each parameter.
+        process_group: whose ranks hold the plain ones, too.
+
+    Raises:
+        TypeError: a parameter that is not a floating point tensor.
+        ValueError: a parameter that can't be planned, or two of one name.
+    """
+    specs: dict[str, ParameterSpec] = {}
+    for number, (group, its_names) in enumerate(zip(groups, names, strict=True)):
+        for name, parameter in zip(its_names, group["params"], strict=True):
+            if name in specs:
+                raise ValueError(f"two parameters are named {name!r}: patterns and plans need distinct names")
+            if not parameter.is_floating_point() or parameter.dtype == torch.float16:
+                raise TypeError(f"parameter {name!r} is {parameter.dtype}: give bfloat16, float32 or float64 matrices")
+            shape = tuple(parameter.shape)
+            rows = matrix_rows(name, shape, group["row_blocks"])
+            dtype = momentum_dtype or parameter.dtype
+            try:
+                specs[name] = ParameterSpec(name, shape, dtype, rows, _storage(parameter, process_group), number)
+            except ValueError as refused:
+                raise ValueError(f"parameter {name!r}: {refused}") from None
+    return tuple(specs.values())
+
+
+def claims(
+    specs: Sequence[ParameterSpec], settings: Sequence[Settings], options: PlanOptions, policy: GradientPolicy
+) -> Claims:
+    """What this rank is about to do, with each mesh and with all ranks, for :func:`~distmuon.agreement.agree`.
+
+    Args:
+        specs: its parameters.
+        settings: of each group.
+        options: of the plan.
+        policy: which all ranks share, also those that share no mesh.
+    """
+    # Shown in full, and read to the host just here: of a tensor repr gives four digits.
+    shown = [str(replace(each, lr=float(each.lr))) for each in settings]
+    common = [(option.name, repr(getattr(options, option.name))) for option in fields(options)]
+    found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+    for spec in specs:
+        if spec.storage:
+            items = found.setdefault(spec.storage.ranks, list(common))
+            items.append((f"parameter {len(items) - len(common)} there", f"{spec}, {shown[spec.group]}"))
+    if dist.is_initialized():
+        everyone = found.setdefault(tuple(range(dist.get_world_size())), [])
+        everyone.insert(0, ("missing_gradients or non_finite", repr(policy)))
+    return found
+
+
+def one_device(parameters: Iterable[Tensor], names: Iterable[Iterable[str]]) -> torch.device:
+    """The device of all parameters.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    devices: dict[torch.device, str] = {}
+    for parameter, name in zip(parameters, chain.from_iterable(names), strict=True):
+        devices.setdefault(local(parameter).device, name)
+    if not devices:
+        raise ValueError("there are no parameters: give every rank at least one")
+    if len(devices) > 1:
+        shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(f"the parameters are on several devices ({shown}): move them to one")
+    return next(iter(devices))
+
+
+def find_groups(
+    plan: Plan,
+    parameters: Sequence[Tensor],
+    process_group: dist.ProcessGroup | None,
+    groups: dict[tuple[int, ...], dist.ProcessGroup],
+) -> None:
+    """Add the process group of each exchange to ``groups``, from the mesh of a parameter that takes part in it.
+
+    Args:
+        plan: of this rank.
+        parameters: in its order.
+        process_group: that of plain ones.
+        groups: by ranks in order; those found before stay.
+    """
+    for spec, parameter in zip(plan.parameters, parameters, strict=True):
+        axes = plan.options.exchange_axes(spec)
+        if not axes or spec.storage is None:
+            continue
+        ranks = tuple(sorted(spec.storage.group(plan.rank, axes)))
+        if ranks not in groups:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            found = _group_of_axes(mesh, axes, ranks) if mesh else process_group
+            assert found is not None
+            groups[ranks] = found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    # Not to_local(), which makes a view: three a parameter and step are most of what the host does for a small model.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _storage(parameter: Tensor, group: dist.ProcessGroup | None) -> Storage | None:
+    """Where a parameter lies; a plain one is a replica on every rank of ``group``, if there is one."""
+    if not isinstance(parameter, DTensor):
+        ranks = dist.get_process_group_ranks(group) if group else ()
+        return Storage((len(ranks),), tuple(ranks), (Replicate(),)) if ranks else None
+    mesh = parameter.device_mesh
+    return Storage(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(parameter.placements))
+
+
+def _group_of_axes(mesh: DeviceMesh, axes: tuple[int, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of ``ranks``, which are those along ``axes``."""
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    if names := mesh.mesh_dim_names:  # a mesh keeps what it flattens, so that the next optimizer finds it
+        part = mesh if len(axes) == mesh.ndim else mesh[tuple(names[axis] for axis in axes)]
+        return part._flatten().get_group()
+    made = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert made is not None
+    return made

@@ -1,0 +1,223 @@
+"""Measure a range in two traces, or in those of the ranks of two runs, to be laid side by side.
+
+Every occurrence is measured on every rank; :mod:`distmuon.profiling.comparison_tables` gives means over them. Figures
+that a trace cannot tell are NaN. Definitions:
+
+- GPU span: from the first activity that the range launched to the end of the last. It is compute (kernels), copies
+  (memcpys and memsets with no kernel beside them), exposed exchange (collectives with nothing beside them) and idle.
+- CPU span: the range on the host. It is copies (``copy_``, ``_foreach_copy_``), compute (all other operators on the
+  range's thread), exposed exchange (gloo's, while no operator runs) and idle.
+- Overlap: the share of the exchanges' time in which they were not exposed.
+- Waiting: the time of an exchange beyond that of the rank on which it was shortest, which is its transfer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from distmuon.profiling.intervals import length_us, union
+from distmuon.profiling.ranks import RankTraces
+from distmuon.profiling.trace import HOST_COPIES, Event, Trace
+from distmuon.profiling.tracefile import TraceError
+
+#: Parts of a span, in the order in which figures stack them.
+PARTS = ("compute", "copies", "exposed exchange", "idle")
+#: Where work is done, and the span that it belongs to.
+SPANS = {"device": "GPU span", "host": "CPU span"}
+
+#: What the names of counts of copies begin with; their direction follows.
+COPIES = "memcpy "
+_OPTIMIZER = "Optimizer.step#"
+_PLACE = ["rank", "occurrence"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a range did in each of its occurrences, on each rank.
+
+    Attributes:
+        label: what to call this side.
+        range_name: the range.
+        path: where the traces lie.
+        occurrences: a row a rank and occurrence.
+        work: a row a rank, occurrence, place ("device", "host") and name: ``calls`` and ``time_ms``.
+        exchanges: a row a rank, occurrence and exchange: ``duration_ms``, of which ``waiting_ms``.
+        has_device: whether device figures can be told.
+    """
+
+    label: str
+    range_name: str
+    path: Path
+    occurrences: pd.DataFrame
+    work: pd.DataFrame
+    exchanges: pd.DataFrame
+    has_device: bool
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return self.occurrences["rank"].nunique()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two sides; the first is what the second is compared with.
+
+    Raises:
+        ValueError: both have one label.
+    """
+
+    a: Measured
+    b: Measured
+
+    def __post_init__(self) -> None:
+        if self.a.label == self.b.label:
+            raise ValueError(f"both sides are called {self.a.label!r}: give them different labels")
+
+    @property
+    def sides(self) -> tuple[Measured, Measured]:
+        """Both, the first first."""
+        return self.a, self.b
+
+
+def compare(
+    a: Path | str | None,
+    b: Path | str | None = None,
+    range_a: str | None = None,
+    range_b: str | None = None,
+    *,
+    labels: tuple[str, str] = ("A", "B"),
+    partial: bool = False,
+) -> Comparison:
+    """Measure both sides.
+
+    Args:
+        a: a trace, or a folder with those of a run's ranks.
+        b: the same, of what is compared with it; None for another range of ``a``.
+        range_a: a range's name or pattern (:meth:`distmuon.profiling.trace.Trace.ranges`); None for
+            :func:`common_range`.
+        range_b: the same for ``b``; None for that of ``a``.
+        labels: what to call the sides.
+        partial: take a folder in which ranks are missing as it is.
+
+    Raises:
+        TraceError: a file is not a trace, ranks are missing, or a range is.
+        ValueError: ``a`` is None, or the sides are the same.
+    """
+    if a is None:
+        raise ValueError("a is not given: name a trace, or a folder with the traces of a run's ranks")
+    first = RankTraces(a, partial=partial)
+    second = first if b is None else RankTraces(b, partial=partial)
+    range_a = range_a or common_range(first, second)
+    range_b = range_b or range_a
+    if b is None and range_a == range_b:
+        raise ValueError(f"range {range_a!r} of {a} would be compared with itself: name other traces, or another range")
+    return Comparison(measure(first, range_a, labels[0]), measure(second, range_b, labels[1]))
+
+
+def common_range(*runs: RankTraces) -> str:
+    """The range to compare when none is asked for: an optimizer's step if there is one, else the longest in total.
+
+    Raises:
+        TraceError: no range is in all traces.
+    """
+    traces = [trace for run in runs for trace in run.traces]
+    names = set.intersection(*(set(trace.range_names()) for trace in traces))
+    if not names:
+        raise TraceError(f"no range is in all of {', '.join(str(run.path) for run in runs)}: name one for each side")
+    times = dict.fromkeys(sorted(names), 0.0)
+    for event in (event for trace in traces for event in trace.annotations if event.name in names):
+        times[event.name] += event.duration_us
+    return max(times, key=lambda name: (name.startswith(_OPTIMIZER), times[name]))
+
+
+def measure(run: RankTraces, range_name: str, label: str) -> Measured:
+    """Measure a range in every trace of a run.
+
+    Args:
+        run: the traces.
+        range_name: as :meth:`distmuon.profiling.trace.Trace.ranges` takes it.
+        label: what to call this side.
+
+    Raises:
+        TraceError: a trace lacks the range.
+    """
+    occurrences: list[dict[str, Any]] = []
+    work: list[dict[str, Any]] = []
+    exchanges: list[dict[str, Any]] = []
+    for position, trace in enumerate(run.traces):
+        shift_us = run.clock_shifts_us[position] if run.clock_shifts_us else math.nan
+        for number, event in enumerate(trace.ranges(range_name)):
+            place = dict(zip(_PLACE, (trace.rank or 0, number), strict=True))
+            occurrences.append(place | {"start_us": event.start_us + shift_us} | _occurrence(trace, event))
+            for where, done in (("device", trace.device_work(event)), ("host", trace.host_work(event))):
+                work += [
+                    place | {"where": where, "name": each.name, "calls": each.calls, "time_ms": each.time_us / 1e3}
+                    for each in done
+                ]
+            exchanges += [
+                place | {"exchange": index, "name": each.name, "duration_ms": each.duration_us / 1e3}
+                for index, each in enumerate(trace.exchanges_in(event))
+            ]
+    table = pd.DataFrame(occurrences)
+    for copies in [name for name in table if name.startswith(COPIES)]:  # a direction that an occurrence lacks: none
+        table[copies] = table[copies].fillna(0.0).mask(table["kernels"].isna())
+    return Measured(
+        label,
+        range_name,
+        run.path,
+        table.astype({name: "float64" for name in table.columns.drop(["rank", "occurrence"])}),
+        pd.DataFrame(work, columns=[*_PLACE, "where", "name", "calls", "time_ms"]),
+        _with_waiting(pd.DataFrame(exchanges, columns=[*_PLACE, "exchange", "name", "duration_ms"]), len(run.traces)),
+        run.has_device,
+    )
+
+
+def _occurrence(trace: Trace, event: Event) -> dict[str, float | None]:
+    """The figures of one occurrence, by the names that tables use; None for what the trace cannot tell."""
+    told = trace.occurrence(event)
+    device, host = trace.device_parts_us(event), trace.host_parts_us(event)
+    exposed_us = (device or {}).get("exposed exchange") if trace.has_device else host["exposed exchange"]
+    exchange_us = length_us(union(each.interval for each in trace.exchanges_in(event)))
+    if trace.has_device:
+        del host["exposed exchange"]  # what the host waits for is on the device
+    operators = trace.operators_in(event)
+    figures: dict[str, float | None] = {
+        "CPU span (ms)": told.cpu_span_ms,
+        "GPU span (ms)": told.gpu_span_ms,
+        "memset": told.memset,
+        "kernels": told.kernels,
+        "launches": told.launches,
+        "collectives": told.collectives,
+        "host operators": len(operators),
+        "host copies": _outermost(each for each in operators if each.name in HOST_COPIES),
+        "exchange (ms)": exchange_us / 1e3,
+        "overlap (%)": None if exposed_us is None or not exchange_us else 100 - 100 * exposed_us / exchange_us,
+    }
+    figures |= {f"memcpy {direction}": count for direction, count in (told.memcpy or {}).items()}
+    for span, parts in ((SPANS["device"], device), (SPANS["host"], host)):
+        figures |= {f"{span}: {part} (ms)": time_us / 1e3 for part, time_us in (parts or {}).items()}
+    return figures
+
+
+def _outermost(events: Iterable[Event]) -> int:
+    """How many of ``events``, of one thread and in order of start, lie in none of the others."""
+    count, end_us = 0, -math.inf
+    for event in events:
+        if event.start_us >= end_us:
+            count, end_us = count + 1, event.end_us
+    return count
+
+
+def _with_waiting(exchanges: pd.DataFrame, ranks: int) -> pd.DataFrame:
+    """With ``waiting_ms``; NaN where not every rank has the same exchanges in the same order."""
+    same = exchanges.groupby(["occurrence", "exchange"])
+    alone = (same["rank"].transform("size") < ranks) | (same["name"].transform("nunique") > 1) | (ranks < 2)
+    waiting = exchanges["duration_ms"] - same["duration_ms"].transform("min")
+    return exchanges.assign(waiting_ms=waiting.mask(alone))

@@ -1,0 +1,166 @@
+"""One trace of all ranks: processes and threads of their own, on one clock, readable by the reader again."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import Pool
+from traces import STEP, trace_exchanges, write, write_rank
+
+from distmuon.profiling.merge import merge_traces
+from distmuon.profiling.ranks import RankTraces, shown_ranks
+from distmuon.profiling.trace import Trace
+from distmuon.profiling.tracefile import TraceError
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def run(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> RankTraces:
+    folder = tmp_path_factory.mktemp("ranks")
+    pool.run(RANKS, trace_exchanges, str(folder), timeout=120.0)
+    return RankTraces(folder)
+
+
+@pytest.fixture(scope="module")
+def merged(run: RankTraces, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("merged") / "merged.trace.json.gz"
+    merge_traces(run, path)
+    return path
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt") as file:
+        return json.load(file)["traceEvents"]
+
+
+def test_each_rank_is_a_process_with_named_threads(merged: Path) -> None:
+    events = events_of(merged)
+    told = {
+        what: {(event["pid"], event["tid"]): event["args"] for event in events if event["name"] == what}
+        for what in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+    }
+    assert [args["name"] for args in told["process_name"].values()] == ["rank 0", "rank 1", "rank 2"]
+    assert [args["sort_index"] for args in told["process_sort_index"].values()] == [0, 1, 2]
+    threads = {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
+    assert threads == told["thread_name"].keys() == told["thread_sort_index"].keys()
+    assert len({pid for pid, _ in threads}) == RANKS
+    assert len({tid for _, tid in threads}) == len(threads), "no thread's number is another's, in any process"
+    exchanging = {(event["pid"], event["tid"]) for event in events if event["name"] == "gloo:all_to_all"}
+    assert len(exchanging) >= RANKS
+    assert all(thread != process for process, thread in exchanging), "not the main thread, which is the process's first"
+
+
+def test_all_events_are_there_under_their_own_names(run: RankTraces, merged: Path) -> None:
+    events = [event for event in events_of(merged) if event["ph"] == "X"]
+    alone = [event for trace in run.traces for event in events_of(trace.path) if event["ph"] == "X"]
+    assert len(events) == sum(event["cat"] != "Trace" for event in alone)
+    packs = [event for event in events if event["name"] == "distmuon/pack/0 layers"]
+    assert len(packs) == 3 * RANKS
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events)
+
+
+def test_an_exchange_overlaps_in_time_on_all_ranks(merged: Path) -> None:
+    exchanges: dict[int, list[tuple[float, float]]] = {}
+    for event in sorted(events_of(merged), key=lambda event: event["ts"]):
+        if event["name"] == "gloo:all_to_all":
+            exchanges.setdefault(event["pid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert [len(mine) for mine in exchanges.values()] == [3] * RANKS
+    for same in zip(*exchanges.values(), strict=True):
+        # None can end before the last has begun; a clock that is wrong by more than an exchange takes shows here.
+        assert max(start for start, _ in same) < min(end for _, end in same)
+
+
+def test_the_reader_reads_it_as_it_reads_the_ranks(run: RankTraces, merged: Path) -> None:
+    whole = Trace(merged)
+    for name in ("step", "outer/1 > step", "gloo:*"):
+        alone = [each.to_dict() for trace in run.traces for each in trace.occurrences(name)]
+        together = [each.to_dict() for each in whole.occurrences(name)]
+        assert sorted(map(str, together)) == sorted(map(str, alone))
+    first = run.traces[0]
+    start_ns = first.base_ns + 1000 * first.ranges("outer/0")[0].start_us
+    assert whole.base_ns + 1000 * min(each.start_us for each in whole.ranges("outer/0")) <= start_ns + 1000
+
+
+def test_launches_of_one_id_on_two_ranks_stay_apart(tmp_path: Path) -> None:
+    flows = [{"ph": ph, "cat": "ac2g", "id": 1, "pid": 1, "tid": 1, "ts": 10, "name": "ac2g"} for ph in "sf"]
+    for rank in range(2):
+        write_rank(tmp_path, rank, 2, [*STEP, *flows])
+    merge_traces(RankTraces(tmp_path), tmp_path / "merged.json")
+    whole = Trace(tmp_path / "merged.json")
+    assert [each.to_dict() for each in whole.occurrences("step")] == [
+        each.to_dict() for each in Trace(tmp_path / "rank0.trace.json").occurrences("step")
+    ] * 2
+    events = events_of(tmp_path / "merged.json")
+    ids = [event["id"] for event in events if event["ph"] in "sf"]
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+    streams = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert streams == ["thread 1", "thread 2", "GPU 0 stream 7", "GPU 0 stream 20"] * 2
+
+
+def test_clocks_that_start_at_different_times_become_one(tmp_path: Path) -> None:
+    write_rank(tmp_path, 0, 2, base_ns=10**18 + 30_000)
+    write_rank(tmp_path, 1, 2, base_ns=10**18)
+    merge_traces(RankTraces(tmp_path), tmp_path / "merged.json")
+    events = events_of(tmp_path / "merged.json")
+    assert sorted(event["ts"] for event in events if event.get("cat") == "user_annotation") == [0, 30]
+
+
+@pytest.mark.parametrize(
+    ("bases", "message"),
+    [
+        ((0, 10**18), "no common clock"),
+        ((0, 0), "no common clock"),
+        ((10**18, 2 * 10**18), "not taken at the same time"),
+    ],
+)
+def test_ranks_without_a_common_clock_are_refused(tmp_path: Path, bases: tuple[int, int], message: str) -> None:
+    for rank, base_ns in enumerate(bases):
+        write_rank(tmp_path, rank, 2, base_ns=base_ns)
+    with pytest.raises(TraceError, match=message):
+        merge_traces(RankTraces(tmp_path), tmp_path / "merged.json")
+    assert not (tmp_path / "merged.json").exists()
+
+
+def test_missing_and_doubled_ranks_are_named(tmp_path: Path) -> None:
+    for rank in (0, 3):
+        write_rank(tmp_path, rank, 5)
+    with pytest.raises(TraceError, match="ranks are missing: 1-2, 4"):
+        RankTraces(tmp_path)
+    partial = RankTraces(tmp_path, partial=True)
+    assert (partial.missing, [trace.rank for trace in partial.traces]) == ([1, 2, 4], [0, 3])
+    (tmp_path / "rank3-again.trace.json").write_text((tmp_path / "rank3.trace.json").read_text())
+    with pytest.raises(TraceError, match=r"rank 3 is there twice, in rank3-again\.trace\.json too"):
+        RankTraces(tmp_path, partial=True)
+
+
+def test_without_a_word_on_their_number_ranks_up_to_the_last_are_expected(tmp_path: Path) -> None:
+    write_rank(tmp_path, 1)
+    with pytest.raises(TraceError, match="ranks are missing: 0"):
+        RankTraces(tmp_path)
+    write_rank(tmp_path, 0)
+    assert [trace.rank for trace in RankTraces(tmp_path).traces] == [0, 1]
+
+
+def test_what_is_no_folder_of_one_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no such file or folder"):
+        RankTraces(tmp_path / "none")
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(TraceError, match="no traces"):
+        RankTraces(tmp_path)
+    write(tmp_path, STEP, "a.trace.json")
+    with pytest.raises(TraceError, match=r"a\.trace\.json: does not tell its rank"):
+        RankTraces(tmp_path)
+    write_rank(tmp_path, 0, 2)
+    write_rank(tmp_path, 1, 3)
+    with pytest.raises(TraceError, match=r"rank0\.trace\.json of 2, rank1\.trace\.json of 3"):
+        RankTraces(tmp_path)
+
+
+def test_ranks_are_written_short() -> None:
+    assert shown_ranks([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"

@@ -15,7 +15,7 @@ from distmuon.names import choose
 from distmuon.placement import regions
 from distmuon.plan import Plan, plan_step
 from distmuon.profiling.ablation import NBSP
-from distmuon.profiling.plots import WIDTH
+from distmuon.profiling.style import WIDTH
 
 # Rank by rank, from dark to light and back, so that neighbours differ in grey as well; with the ink to write on them.
 _RANKS = (

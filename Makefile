@@ -3,7 +3,9 @@
 #   make report            train, profile, write reports/distmuon.html and the pages it links to; QUICK=1: smallest parameters
 #   make compare A=... B=...   two traces, or folders of ranks, side by side: reports/compare.html; RANGE=... RANGE_B=...
 #   make test              the tests; SLOW=1 runs the slow ones too        PYTEST_ARGS="-k plan": handed to pytest
-#   make lab               JupyterLab on notebooks/
+#   make batch             a grid of parameters, a folder a run, and runs/index.html; GRID=notebooks/grids/...yaml
+#   make site              a static folder, site/, from the latest run of each notebook
+#   make lab               JupyterLab, opened on the tour
 #   make lint              ruff, notebooks without outputs                 make types: mypy; make format: mend what ruff can
 #   make setup             just the environment                            PIP_ARGS=...: handed to pip (another build of torch)
 #   make clean             remove what the others made, .venv too, but not runs/
@@ -19,14 +21,19 @@ INSTALLED := .venv/installed
 REPORT := reports/distmuon.html
 ABLATION := reports/ablation.html
 TRACES := reports/traces.html
+SCALE := reports/scale.html
 TRAINING := reports/training.html
+TOUR := reports/tour.html
 PROFILE := runs/$(shell date -u +%Y%m%dT%H%M%S)-report
 QUICK_PROFILE := -p workload tiny -p steps 1 -p repeats 2
 QUICK_ABLATION := -p workload tiny -p timed tiny -p steps 1 -p tokens 16 -p turns 5
+QUICK_SCALE := -p workload tiny -p ranks 8 -p ep 4 -p sizes '4, 8' -p layers '1, 2' \
+	-p dense qwen3-8b/32 -p dense_sizes '16, 32' -p checked tiny -p turns 1
 QUICK_TRAINING := -p steps 8 -p tokens 16 -p every 2
+GRID ?= notebooks/grids/packing.yaml
 CODE := distmuon scripts tests notebooks
 
-.PHONY: setup report compare test lab lint types format clean
+.PHONY: setup report compare batch site test lab lint types format clean
 
 setup: $(INSTALLED)
 
@@ -37,13 +44,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 report: $(INSTALLED)
+	$(BIN)/python scripts/run_notebook.py notebooks/00_tour.ipynb --html $(TOUR) \
+		--link "The published packing profile" $(notdir $(REPORT))
 	$(BIN)/python scripts/run_notebook.py notebooks/05_training.ipynb $(if $(QUICK),$(QUICK_TRAINING)) \
 		--html $(TRAINING) --link "The published packing profile" $(notdir $(REPORT))
 	$(BIN)/python scripts/run_notebook.py notebooks/02_ablation.ipynb $(if $(QUICK),$(QUICK_ABLATION)) \
 		--html $(ABLATION) --link "The published packing profile" $(notdir $(REPORT))
+	$(BIN)/python scripts/run_notebook.py notebooks/03_scale.ipynb $(if $(QUICK),$(QUICK_SCALE)) \
+		--html $(SCALE) --link "The published packing profile" $(notdir $(REPORT))
 	$(BIN)/python scripts/run_notebook.py notebooks/01_published_profile.ipynb $(if $(QUICK),$(QUICK_PROFILE)) \
-		--out $(PROFILE) --html $(REPORT) --link "A switch at a time" $(notdir $(ABLATION)) \
-		--link "Two traces side by side" $(notdir $(TRACES)) \
+		--out $(PROFILE) --html $(REPORT) --link "A tour" $(notdir $(TOUR)) --link "A switch at a time" $(notdir $(ABLATION)) \
+		--link "A trillion parameters, planned" $(notdir $(SCALE)) --link "Two traces side by side" $(notdir $(TRACES)) \
 		--link "Training with DistMuon and with AdamW" $(notdir $(TRAINING))
 	$(BIN)/python scripts/run_notebook.py notebooks/04_compare_traces.ipynb -p a ../$(PROFILE)/files \
 		-p label_a baseline -p range_a 'distmuon.profile/baseline/* > Optimizer.step#DistMuon.step' \
@@ -63,8 +74,14 @@ compare: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(if $(SLOW),,-m "not slow") $(PYTEST_ARGS)
 
+batch: $(INSTALLED)
+	$(BIN)/python scripts/run_batch.py $(GRID)
+
+site: $(INSTALLED)
+	$(BIN)/python scripts/build_site.py
+
 lab: $(INSTALLED)
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab notebooks/00_tour.ipynb
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(CODE)
@@ -80,5 +97,5 @@ format: $(INSTALLED)
 	$(BIN)/nbstripout notebooks/*.ipynb
 
 clean:
-	rm -rf .venv build *.egg-info reports .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv build *.egg-info reports site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find $(CODE) -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf

@@ -5,10 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
+#: Where runs go, under the working folder.
+RUNS = Path("runs")
 
-def fresh(name: str) -> Path:
-    """``runs/<UTC>-<name>`` under the working folder: sorted by time. The folder is not made yet."""
-    return Path("runs", f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{name}")
+
+def fresh(name: str, under: Path = RUNS) -> Path:
+    """``runs/<UTC>-<name>``: sorted by time. The folder is not made yet."""
+    return under / f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{name}"
 
 
 def claim(folder: Path) -> None:

@@ -7,8 +7,9 @@ regions follow from what all of them know.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from distmuon.assignment import assign
 from distmuon.buckets import make_buckets
@@ -17,12 +18,15 @@ from distmuon.layout import Layout
 from distmuon.newton_schulz.costs import gemm_flops
 from distmuon.options import PlanOptions
 from distmuon.placement import ROWS, ParameterSpec
+from distmuon.richtext import Shown
 from distmuon.schedule import Piece, Stage
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The step of one rank: ``stages`` in the order in which they are computed."""
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
+    """The step of one rank: ``stages`` in the order in which they are computed. Prints as a table of this rank's rows
+    of :meth:`report`.
+    """
 
     rank: int
     parameters: tuple[ParameterSpec, ...]
@@ -49,7 +53,7 @@ class Plan:
         everyone = {rank for spec in self.parameters if spec.storage for rank in spec.storage.ranks}
         return tuple(sorted(everyone)) or (self.rank,)
 
-    def report(self, ranks: Iterable[int] | None = None, *, ns_steps: int = 5) -> list[dict[str, object]]:
+    def report(self, ranks: Iterable[int] | None = None, *, ns_steps: int = 5) -> list[dict[str, Any]]:
         """One row a bucket and rank.
 
         Args:
@@ -64,13 +68,13 @@ class Plan:
             share the bucket's matrices, "shared", "repeated" or "none" there; ``gemm_flops_otherwise`` and
             ``sent_bytes_otherwise`` are what the bucket, by itself, would cost this rank the other way round.
         """
-        rows: list[dict[str, object]] = []
+        rows: list[dict[str, Any]] = []
         for rank in self.ranks() if ranks is None else ranks:
             plan = self if rank == self.rank else plan_step(self.parameters, rank, self.options)
             rows.extend(plan._row(stage, ns_steps) for stage in plan.stages)
         return rows
 
-    def _row(self, stage: Stage, ns_steps: int) -> dict[str, object]:
+    def _row(self, stage: Stage, ns_steps: int) -> dict[str, Any]:
         exchange = stage.exchange
         imbalance, to_bound = exchange.imbalance() if exchange else (1.0, 1.0)
         updates = sum(self.parameters[index].local_bytes(self.rank) for index in stage.parameters)
@@ -101,6 +105,29 @@ class Plan:
             "gemm_flops_otherwise": flops_otherwise,
             "sent_bytes_otherwise": sent_otherwise,
         }
+
+    def _line(self) -> str:
+        batches = [batch for stage in self.stages for batch in stage.batches]
+        sent = sum(stage.exchange.sent_bytes(self.rank) for stage in self.stages if stage.exchange)
+        return (
+            f"rank {self.rank} of {len(self.ranks())}, {self.options.variant.name}: {len(self.parameters)} parameters "
+            f"in {len(self.stages)} buckets, {sum(batch.matrices for batch in batches)} matrices to orthogonalise, "
+            f"{sent:,} bytes to send"
+        )
+
+    def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
+        header = ("bucket", "matrices", "GFLOP", "sent (KiB)", "received (KiB)", "collectives", "buffers (KiB)")
+        rows = [self._row(stage, ns_steps=5) for stage in self.stages]
+        sizes = ("sent_bytes", "received_bytes", "collectives", "buffer_bytes")
+        return header, [
+            (
+                row["bucket"],
+                row["matrices"],
+                row["gemm_flops"] / 1e9,
+                *(row[name] if name == "collectives" else row[name] / 1024 for name in sizes),
+            )
+            for row in rows
+        ]
 
     def _gemm_flops(self, stage: Stage, ns_steps: int) -> int:
         return sum(

@@ -19,6 +19,7 @@ from distmuon.matrices import Matrix
 from distmuon.options import PlanOptions
 from distmuon.placement import BATCH, ParameterSpec, Storage, dim_runs, regions, replicas_of, within
 from distmuon.plan import make_drafts
+from distmuon.richtext import Shown
 
 Counts = NDArray[np.int64]
 
@@ -65,12 +66,28 @@ class StageTotals:
         return max((float(self.owned_cost[group].max() / bound) for group, bound in pairs if bound), default=1.0)
 
 
-@dataclass(frozen=True)
-class StepTotals:
-    """All stages of a step, over ``ranks``."""
+@dataclass(frozen=True, repr=False)
+class StepTotals(Shown):
+    """All stages of a step, over ``ranks``. Prints as a table of the stages."""
 
     ranks: tuple[int, ...]
     stages: tuple[StageTotals, ...]
+
+    def _line(self) -> str:
+        sent = self.sent_bytes()
+        return (
+            f"{len(self.ranks)} ranks, {len(self.stages)} stages: {sent.mean() / 1024:,.1f} KiB sent a rank and step, "
+            f"{sent.max() / 1024:,.1f} at most; GEMM cost {self.imbalance():.3f} of the mean at most"
+        )
+
+    def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
+        header = ("stage", "groups", "matrices owned", "sent (KiB), mean", "at most", "imbalance to bound")
+        rows: list[Sequence[object]] = []
+        for stage in self.stages:
+            sent = (stage.out_sent + stage.back_sent) / 1024
+            figures = int(stage.matrices.sum()), float(sent.mean()), float(sent.max()), stage.imbalance_to_bound()
+            rows.append((stage.name, len(stage.groups), *figures))
+        return header, rows
 
     def cost(self) -> Counts:
         """GEMM cost of each rank over the step."""

@@ -42,6 +42,11 @@ class Variant:
         for switch in fields(self):
             choose(switch.name, getattr(self, switch.name), SWITCHES[switch.name])
 
+    @property
+    def name(self) -> str:
+        """The name of the variant with these switches, or "custom"."""
+        return next((name for name, variant in VARIANTS.items() if variant == self), "custom")
+
 
 VARIANTS = {
     "baseline": Variant("region", "parameter", "parameter", "parameter"),

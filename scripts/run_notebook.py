@@ -15,9 +15,10 @@ import sys
 from pathlib import Path
 
 from distmuon.commandline import Parser
-from distmuon.reporting.execution import default_folder, execute
+from distmuon.reporting.execution import execute
 from distmuon.reporting.parameters import load_parameters
 from distmuon.reporting.rendering import render
+from distmuon.reporting.request import Request
 
 
 def main() -> int:
@@ -26,14 +27,15 @@ def main() -> int:
     try:
         parameters = load_parameters(arguments.file) if arguments.file else {}
         parameters |= {name: value for name, value in arguments.parameters}
-        folder = arguments.out or default_folder(arguments.notebook, parameters)
+        request = Request.of(arguments.notebook, parameters)
     except (OSError, ValueError) as error:
         return refuse(error)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a stopped run ends its kernel, too
+    folder = arguments.out or request.fresh_folder()
     command = shlex.join(["python", *sys.argv])
     try:
-        run = execute(arguments.notebook, folder, parameters, command=command, cell_timeout=arguments.cell_timeout)
-    except (OSError, ValueError) as error:
+        run = execute(request, folder, command=command, cell_timeout=arguments.cell_timeout)
+    except FileExistsError as error:
         return refuse(error)
     except KeyboardInterrupt:
         page = render(folder / arguments.notebook.name)

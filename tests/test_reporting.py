@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import nbformat
 import pandas as pd
 import pytest
 from matplotlib.image import imread
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+from pages import Page, needs_browser, open_page, write_notebook
 
-from distmuon.reporting.display import number
 from distmuon.reporting.execution import Run, execute
 from distmuon.reporting.outcome import find_failure
-from distmuon.reporting.parameters import as_written, declared_parameters, load_parameters, resolve
+from distmuon.reporting.parameters import actual_parameters, as_written, declared_parameters, load_parameters, resolve
 from distmuon.reporting.rendering import MAX_PAGE_BYTES, render
+from distmuon.reporting.request import Request
 from distmuon.reporting.selfcontained import outside_references
+from distmuon.richtext import number
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,51 +63,17 @@ SAMPLE = [
     ("code", "from IPython.display import HTML, display\ndisplay(HTML('<script>alert(1)</script>'))\nout, ranks"),
     ("code", "print('REMOVED')", "remove"),
     ("markdown", "## Conclusion"),
-    ("code", "reporting.complete('Fewer copies.', headline=frame, seed=7, tokens_digest='ab12')"),
+    (
+        "code",
+        "figures = {'copies': frame['ours'][0]}\n"
+        "reporting.complete('Fewer copies.', headline=frame, figures=figures, seed=7, tokens_digest='ab12')",
+    ),
 ]
-
-
-def write_notebook(path: Path, cells: list[tuple[str, ...]]) -> Path:
-    notebook = new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
-    for kind, source, *tags in cells:
-        cell = new_code_cell(source) if kind == "code" else new_markdown_cell(source)
-        cell.metadata["tags"] = tags
-        notebook.cells.append(cell)
-    nbformat.write(notebook, path)
-    return path
 
 
 def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts/run_notebook.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-class Page(HTMLParser):
-    """The images of a page, and its text with and without what is folded."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.images: list[dict[str, str | None]] = []
-        self.open_text = self.folded_text = ""
-        self._folds = 0
-        self._style = False
-        self.feed(path.read_text())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._style = tag == "style"
-        self._folds += tag == "details" and "open" not in dict(attrs)
-        if tag == "img":
-            self.images.append(dict(attrs))
-
-    def handle_endtag(self, tag: str) -> None:
-        self._style = False
-        self._folds -= tag == "details" and self._folds > 0
-
-    def handle_data(self, data: str) -> None:
-        if self._folds:
-            self.folded_text += data
-        elif not self._style:
-            self.open_text += data
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +83,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str]:
     notebook = write_notebook(folder / "sample.ipynb", SAMPLE)
     shown = io.StringIO()
     given = {"workload": "12e3", "variants": "baseline, fused"}
-    run = execute(notebook, folder / "run", given, command="make sample", progress=shown)
+    run = execute(Request.of(notebook, given), folder / "run", command="make sample", progress=shown)
     render(run.notebook)
     return run, shown.getvalue()
 
@@ -181,6 +150,25 @@ def test_value_of_another_type_is_refused_by_name(name: str, given: object) -> N
         resolve(declared_parameters(notebook), {name: given})
 
 
+def test_yaml_that_gives_a_name_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "given.yaml"
+    file.write_text("ranks: 2\nlr: 1e-3\nranks: 4\n")
+    with pytest.raises(ValueError, match="'ranks' is given twice"):
+        load_parameters(file)
+
+
+def test_value_that_the_notebook_refuses_starts_no_kernel(tmp_path: Path) -> None:
+    check = "from distmuon.workloads import get_workload\nget_workload(workload).layout(ranks, 1)"
+    notebook = write_notebook(tmp_path / "n.ipynb", [("code", PARAMETERS, "parameters"), ("code", check, "check")])
+    assert Request.of(notebook).parameters["ranks"] == 4
+    with pytest.raises(ValueError, match=r"n\.ipynb refuses its parameters: unknown workload 'kimi'; did you mean"):
+        Request.of(notebook, {"workload": "kimi"})
+    result = run_script(notebook, "--out", tmp_path / "run", "-p", "ranks", "0")
+    assert result.returncode == 2
+    assert "refuses its parameters: ranks" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_yaml_values_are_kept_as_written(tmp_path: Path) -> None:
     file = tmp_path / "given.yaml"
     file.write_text("tag: 12e3456\nlr: 1e-3\nflag: on\nnumber: 007\nday: 2026-01-02\nlist: [1.0, no]\nnothing: null\n")
@@ -222,8 +210,7 @@ def test_parameters_cell_that_cannot_be_read_is_refused(source: str, complaint: 
 def test_unknown_parameter_is_refused_before_anything_starts(tmp_path: Path) -> None:
     notebook = write_notebook(tmp_path / "n.ipynb", SAMPLE)
     with pytest.raises(ValueError, match="unknown parameter 'rnaks'; did you mean 'ranks'"):
-        execute(notebook, tmp_path / "run", {"rnaks": "2"})
-    assert not (tmp_path / "run").exists()
+        Request.of(notebook, {"rnaks": "2"})
 
 
 # Runs
@@ -239,7 +226,9 @@ def test_complete_run_says_what_it_was(sample: tuple[Run, str]) -> None:
     assert summary["status"] == "complete"
     assert summary["parameters"]["workload"] == "12e3"
     assert summary["parameters"]["variants"] == ["baseline", "fused"]
-    assert summary["parameters"]["out"] == "run/files"
+    assert actual_parameters(nbformat.read(run.notebook, as_version=4))["out"] == "run/files"
+    assert json.loads((run.notebook.parent / "parameters.json").read_text())["variants"] == ["baseline", "fused"]
+    assert "PROGRESS 2" in (run.notebook.parent / "log.txt").read_text()
     assert summary["provenance"]["command"] == "make sample"
 
 
@@ -255,7 +244,7 @@ FAILURES = {
 def test_failing_notebook_is_failed_on_its_first_screen(tmp_path: Path, source: str) -> None:
     cells = [("markdown", "# Sample\n\n## Work"), ("code", source), ("code", "1 + 1")]
     limit = 3 if "sleep" in source else None
-    run = execute(write_notebook(tmp_path / "n.ipynb", cells), tmp_path / "run", cell_timeout=limit)
+    run = execute(Request.of(write_notebook(tmp_path / "n.ipynb", cells)), tmp_path / "run", cell_timeout=limit)
     assert run.failure is not None
     assert run.failure.where == f"code cell 1, under “Work”: {source.splitlines()[0]}"
     assert FAILURES[source] in run.failure.error
@@ -298,7 +287,7 @@ def test_folder_of_a_run_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/summary.json").write_text("{}")
     with pytest.raises(FileExistsError, match="already holds a run"):
-        execute(notebook, tmp_path / "run")
+        execute(Request.of(notebook), tmp_path / "run")
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["summary.json"]
 
 
@@ -320,6 +309,36 @@ def test_script_exits_with_2_for_unknown_names_and_gives_the_nearest(tmp_path: P
         assert result.returncode == 2
         assert f"did you mean {nearest}" in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_interrupted_script_ends_its_kernel_and_says_so_in_a_line(tmp_path: Path) -> None:
+    work = "import os, sys, time\nprint('KERNEL', os.getpid(), file=sys.stderr, flush=True)\ntime.sleep(100)"
+    notebook = write_notebook(tmp_path / "n.ipynb", [("code", work)])
+    command = [sys.executable, str(ROOT / "scripts/run_notebook.py"), str(notebook), "--out", str(tmp_path / "run")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if line.startswith("KERNEL"))
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == 130
+    assert rest.split() == f"interrupted; what there is: {tmp_path}/run/n.html".split()
+    assert "KeyboardInterrupt: the run was interrupted" in Page(tmp_path / "run/n.html").open_text
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(line.split()[1]), 0)
+
+
+def test_page_names_the_rank_that_failed_on_its_first_screen(tmp_path: Path) -> None:
+    work = (
+        f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nimport os\nfrom pathlib import Path\n"
+        f"os.environ['PYTHONPATH'] = os.pathsep.join([{str(ROOT / 'tests')!r}, {str(ROOT)!r}])\n"
+        "from distmuon.profiling.launch import launch\n"
+        f"launch('launched', ['die', '1'], ranks=2, folder=Path({str(tmp_path)!r}))"
+    )
+    run = execute(Request.of(write_notebook(tmp_path / "n.ipynb", [("code", work)])), tmp_path / "run")
+    assert run.failure is not None
+    assert "RankFailure: rank 1 was killed" in run.failure.error
+    text = Page(render(run.notebook)).open_text
+    assert text.index("FAILED") < text.index("RankFailure: rank 1") < text.index("rank1.log")
 
 
 # Pages
@@ -377,6 +396,16 @@ def test_tables_align_numbers_and_say_what_is_absent(page: Path) -> None:
     assert "<caption>Per rank &amp; step</caption>" in html
     assert '<td class="text">copies</td><td class="number">1,421.5</td><td class="number">-14.2%</td>' in html
     assert '<td class="number">n/a</td>' in html
+
+
+def test_tables_carry_their_values_unrounded(sample: tuple[Run, str], page: Path) -> None:
+    html = page.read_text()
+    (link,) = re.findall(r'<a class="data" download="([^"]+)" href="data:text/csv;base64,([^"]+)">', html)
+    assert link[0] == "per-rank-step.csv"
+    assert base64.b64decode(link[1]).decode() == "metric,ours,change\ncopies,1421.5,-0.142\nspan (ms),,0.0\n"
+    values = pd.read_parquet(sample[0].notebook.parent / "results.parquet")
+    assert values["number"].dropna().tolist() == [1421.5, -0.142, 0.0]
+    assert json.loads((sample[0].notebook.parent / "results.json").read_text())["figures"] == {"copies": 1421.5}
 
 
 def test_output_that_needs_a_script_is_left_out_aloud(page: Path) -> None:
@@ -459,39 +488,6 @@ def test_display_refuses_what_a_reader_could_not_use() -> None:
 
 
 # The browser
-
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_browser = pytest.mark.skipif(
-    BROWSER is None, reason="NO BROWSER: pages were not opened; install chromium to run this test"
-)
-
-
-def open_page(page: Path, folder: Path, width: int) -> tuple[Path, set[str]]:
-    """Open a page in headless Chromium with every host unresolvable; returns a picture, and the URLs it asked for."""
-    picture, log = folder / "page.png", folder / "net.json"
-    command = [
-        str(BROWSER),
-        *[
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-quic",
-            "--no-first-run",
-            "--disable-background-networking",
-        ],
-        *["--disable-component-update", "--disable-sync", "--hide-scrollbars"],
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-        f"--user-data-dir={folder / 'profile'}",
-        f"--window-size={width},2400",
-        f"--log-net-log={log}",
-        f"--screenshot={picture}",
-        page.as_uri(),
-    ]
-    subprocess.run(command, capture_output=True, timeout=120, check=True)
-    content = log.read_text()
-    urls = set(re.findall(r'"url":"(https?://[^"]+)"', content))
-    own = re.compile(r"https?://[^/]*\b(google|googleapis|gstatic)\.com/")  # the browser's own, not the page's
-    return picture, {url for url in urls if not own.match(url)}
 
 
 @needs_browser

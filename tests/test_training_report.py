@@ -19,6 +19,7 @@ from distmuon.profiling.training import ResumeError, Training, train
 from distmuon.profiling.training_ranks import Settings
 from distmuon.reporting.execution import execute
 from distmuon.reporting.rendering import render
+from distmuon.reporting.request import Request
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS = ("layers.0.attention.wq.weight", "layers.1.moe.experts.w1")
@@ -110,6 +111,7 @@ def test_tables_and_sentences_say_what_was_found(found: Training) -> None:
     assert overview["loss at the end"].tolist() == ends[["DistMuon", "AdamW"]].tolist()
     assert tables.weights_table(found)["weight"].tolist() == [WEIGHTS[0]] * 2 + [WEIGHTS[1]] * 2
     gaps = losses.pivot(index="step", columns="run", values="loss").eval("DistMuon - AdamW").loc[3:]
+    assert tables.key_figures(found)["loss at the end (nats a token) with AdamW"] == ends["AdamW"]
     told = tables.conclusion(found)
     assert f"DistMuon's loss is lower than AdamW's in {(gaps < 0).sum()} of the last 3 steps" in told
     assert f"come to {ends['DistMuon']:.2f} and {ends['AdamW']:.2f}" in told
@@ -158,7 +160,7 @@ def test_a_folder_that_holds_a_run_is_refused(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_notebook_runs_with_small_parameters(tmp_path: Path) -> None:
     small = {"ranks": 2, "steps": 4, "tokens": 8, "every": 2}
-    run = execute(ROOT / "notebooks/05_training.ipynb", tmp_path / "run", small)
+    run = execute(Request.of(ROOT / "notebooks/05_training.ipynb", small), tmp_path / "run")
     assert run.failure is None, run.failure
     assert "the parameters of all 2 ranks are equal to the last bit." in run.mark["conclusion"]
     assert (tmp_path / "run/files/trained/checkpoint/.metadata").exists()

@@ -155,6 +155,22 @@ def step_change(found: Ablation, contestant: str) -> Change | None:
     return None if contestant == found.run.variants[0] else change_of(found.run, contestant, "cpu_span_ms")
 
 
+def key_figures(found: Ablation) -> dict[str, float]:
+    """What many ablations are compared by: the first contestant and the last."""
+    first, *_, last = found.counts.values()
+    figures: dict[str, float] = {}
+    for name in ("async_copies", "launches", "collectives"):
+        label = name.replace("_", " ")
+        figures |= {f"{label}, first": first.mean(name), f"{label}, last": last.mean(name)}
+    for label, change in (
+        ("host time", host_change(found, found.host[-1])),
+        ("step time", step_change(found, found.run.variants[-1])),
+    ):
+        if change:
+            figures[f"change of {label} (%)"] = 100 * change.median
+    return figures
+
+
 def launches_finding(counts: Mapping[str, LaunchCounts]) -> str:
     """Which source shrinks at which switch."""
     table = sources_table(counts).set_index("switch")

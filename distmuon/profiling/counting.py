@@ -7,6 +7,7 @@ code that trains dispatches.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,15 @@ from distmuon.options import Patterns
 from distmuon.placement import ParameterSpec
 from distmuon.profiling.counter import SOURCES, Counts, LaunchCounter
 from distmuon.profiling.standin import make_optimizer, stand_for
+from distmuon.richtext import Shown
 from distmuon.variants import Variant, get_variant
 from distmuon.workloads.config import Workload, get_workload
 from distmuon.workloads.storage import get_buckets, muon_parameters
 
 
-@dataclass(frozen=True)
-class LaunchCounts:
-    """What a step of a workload launches on each rank.
+@dataclass(frozen=True, repr=False)
+class LaunchCounts(Shown):
+    """What a step of a workload launches on each rank. Prints as a table of the sources of launches.
 
     Attributes:
         question: workload, ranks, ep, variant, ns_algorithm and buckets, as asked.
@@ -34,6 +36,14 @@ class LaunchCounts:
     def mean(self, value: str) -> float:
         """Mean over ranks of ``async_copies``, ``launches``, ``collectives`` or ``wire_bytes``."""
         return sum(getattr(counts, value) for counts in self.per_rank) / len(self.per_rank)
+
+    def _line(self) -> str:
+        asked = "{workload}, {ranks} ranks, EP {ep}, {variant}, {buckets} buckets".format(**self.question)
+        copies, launches, collectives = (self.mean(each) for each in ("async_copies", "launches", "collectives"))
+        return f"{asked}: {copies:,g} async copies, {launches:,g} launches, {collectives:g} collectives a rank and step"
+
+    def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
+        return ("source", "async copies", "launches"), [tuple(row.values()) for row in self.by_source()]
 
     def by_source(self) -> list[dict[str, Any]]:
         """Mean copies and launches of each source that has any, in the order of a step."""

@@ -98,12 +98,7 @@ def conclusion(run: Run, published: Mapping[str, Any]) -> str:
 
 def _change_text(run: Run, variant: str, span: str) -> str:
     change = change_of(run, variant, span)
-    if change is None:
-        return "not measured"
-    return (
-        f"{change.verdict} ({change.median:+.1%} in the median of {change.pairs} pairs, "
-        f"{change.confidence:.0%} interval {change.low:+.1%} to {change.high:+.1%})"
-    )
+    return "not measured" if change is None else str(change)
 
 
 def _counted(run: Run, variant: str, name: str) -> str:

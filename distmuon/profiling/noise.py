@@ -28,6 +28,10 @@ class Change:
     confidence: float
     pairs: int
 
+    def __str__(self) -> str:
+        interval = f"{self.confidence:.0%} interval {self.low:+.1%} to {self.high:+.1%}"
+        return f"{self.verdict} ({self.median:+.1%} in the median of {self.pairs} pairs, {interval})"
+
     @property
     def within_noise(self) -> bool:
         """Whether the interval holds "no change"."""

@@ -18,6 +18,7 @@ from distmuon.profiling.counting import LaunchCounts
 from distmuon.profiling.events import merge_ranks
 from distmuon.profiling.noise import paired_change, spread
 from distmuon.provenance import provenance
+from distmuon.richtext import Shown
 
 COUNTED = ("async_copies", "launches", "collectives")
 #: Times of a step on one rank, in ms, by their name in the summary.
@@ -42,9 +43,9 @@ class RankResults:
     digests: dict[str, list[str]]
 
 
-@dataclass(frozen=True)
-class Run:
-    """A finished profile.
+@dataclass(frozen=True, repr=False)
+class Run(Shown):
+    """A finished profile. Prints as a table of its variants.
 
     Attributes:
         folder: where it lies.
@@ -62,6 +63,22 @@ class Run:
         folder = Path(folder)
         summary = json.loads((folder / "summary.json").read_text())
         return cls(folder, summary, pd.read_parquet(folder / "events.parquet"))
+
+    def _line(self) -> str:
+        settings = self.summary["settings"]
+        return (
+            f"{settings['workload']} on {settings['ranks']} {settings['device'].upper()} ranks, "
+            f"{settings['repeats']} x {settings['steps']} profiled steps, files in {self.folder}"
+        )
+
+    def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
+        spans = self.steps().groupby("variant")[["cpu_span_ms", "gpu_span_ms"]].mean()
+        spans = spans.astype(object).where(spans.notna(), None)
+        header = ("variant", *(name.replace("_", " ") for name in COUNTED), "CPU span (ms)", "GPU span (ms)")
+        return header, [
+            (variant, *(self.of(variant)["mean"][name] for name in COUNTED), *spans.loc[variant])
+            for variant in self.variants
+        ]
 
     @property
     def variants(self) -> list[str]:

@@ -37,8 +37,12 @@ SOURCE_GROUPS = {
 }
 
 
-def load_published(path: Path | str) -> dict[str, Any]:
-    """Read published figures, as they lie in ``data/published``."""
+#: The published figures, in a checkout.
+PUBLISHED = Path(__file__).parents[2] / "data/published/kimi_debug_mi250.json"
+
+
+def load_published(path: Path | str = PUBLISHED) -> dict[str, Any]:
+    """Read published figures, in the form of ``data/published``."""
     return json.loads(Path(path).read_text())
 
 
@@ -131,6 +135,23 @@ def profile_table(run: Run) -> pd.DataFrame:
     verdicts = {name: comparison["cpu_span_ms"]["verdict"] for name, comparison in run.summary["comparisons"].items()}
     table["CPU span against the first"] = [verdicts.get(variant, "") for variant in run.variants]
     return table
+
+
+def key_figures(run: Run) -> dict[str, float]:
+    """What many profiles are compared by: the last variant, and how it stands to the first."""
+    first, last = run.variants[0], run.variants[-1]
+    before, after = run.of(first)["mean"], run.of(last)["mean"]
+    figures: dict[str, float] = {}
+    for name in COUNTED:
+        label = name.replace("_", " ")
+        figures |= {f"{label}, first": before[name], f"{label}, last": after[name]}
+    figures["sent (KiB), last"] = after["sent_bytes"] / 1024
+    figures["CPU span (ms), first"] = _figure(run, first, "cpu_span_ms")
+    figures["CPU span (ms), last"] = _figure(run, last, "cpu_span_ms")
+    if last != first and (change := change_of(run, last, "cpu_span_ms")):
+        figures["change of CPU span (%)"] = 100 * change.median
+    figures["loss, last step"] = float(run.training().query("variant == @last")["loss"].iloc[-1])
+    return figures
 
 
 def equality_table(run: Run) -> pd.DataFrame:

@@ -79,6 +79,21 @@ def weights_table(found: Training) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def key_figures(found: Training) -> dict[str, float]:
+    """The figures that runs are compared by."""
+    table = overview(found).set_index("optimizer")
+    departures = found.looks().groupby("run")["departure"].median()
+    return {
+        f"{what} with {run}": float(value)
+        for run in (DISTMUON, ADAMW)
+        for what, value in (
+            ("loss at the end (nats a token)", table.loc[run, "loss at the end"]),
+            ("optimizer step (ms)", table.loc[run, "optimizer step (ms)"]),
+            ("departure of updates", departures[run]),
+        )
+    }
+
+
 def loss_finding(found: Training) -> str:
     """Whose loss is lower: step by step, where both have the same text, at the end, and after equal time."""
     table, half = losses(found), found.settings.resume_at

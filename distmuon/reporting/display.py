@@ -8,8 +8,9 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
+import math
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import pandas as pd
@@ -17,12 +18,16 @@ from IPython.display import display
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from distmuon.provenance import provenance
+from distmuon.richtext import html_table, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: MIME type of the completion mark; its data are those of ``distmuon.reporting.outcome.Mark``.
 MARK = "application/vnd.distmuon.complete+json"
+
+#: MIME type of a table's values; its data are those of ``distmuon.reporting.outcome.Table``.
+TABLE = "application/vnd.distmuon.table+json"
 
 Format = str | Callable[[Any], str]
 
@@ -62,7 +67,7 @@ def table(
         frame: the table; units belong in its column names.
         caption: text above the table; None for no caption.
         formats: by column, a format string such as ``"{:+.1%}"`` or a function from value to text. Other numbers are
-            written by :func:`number`.
+            written by :func:`distmuon.richtext.number`.
         index: show the frame's index as first columns.
 
     Raises:
@@ -70,15 +75,8 @@ def table(
     """
     frame = frame.reset_index() if index else frame
     written = _written(frame, formats or {})
-    _show(_table_html(frame, written, caption), plain=_plain(written))
-
-
-def number(value: SupportsFloat) -> str:
-    """A number for reading: 1,474 · 1,421.5 · 0.0312 — at most two decimals, three digits below one."""
-    value = float(value)
-    if value.is_integer():
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if abs(value) < 1 else f"{value:,.2f}".rstrip("0").rstrip(".")
+    values = {"caption": caption or "", "columns": list(map(str, frame.columns)), "rows": _values(frame)}
+    _show(_table_html(frame, written, caption), plain=_plain(written), extra={TABLE: values})
 
 
 def complete(
@@ -86,6 +84,7 @@ def complete(
     *,
     headline: pd.DataFrame | None = None,
     formats: Mapping[str, Format] | None = None,
+    figures: Mapping[str, SupportsFloat] | None = None,
     **details: object,
 ) -> None:
     """Mark the notebook as complete. The last call of its last code cell.
@@ -96,6 +95,7 @@ def complete(
         conclusion: one paragraph, computed from the numbers. It is shown in place, and opens the page.
         headline: the table that is printed in the terminal when the run ends.
         formats: how to write its columns, as in :func:`table`.
+        figures: the key figures by name, with units in the names: what an index of many runs lists and compares.
         details: what else belongs into the provenance, by label (underscores become spaces): a seed, a data digest.
 
     Raises:
@@ -107,7 +107,8 @@ def complete(
     text = None if headline is None else _plain(_written(headline, formats or {}))
     listing = "".join(f"<dt>{html.escape(label)}</dt><dd>{html.escape(fact)}</dd>" for label, fact in facts.items())
     page = f"<p>{html.escape(conclusion)}</p><details><summary>Provenance</summary><dl>{listing}</dl></details>"
-    mark = {"conclusion": conclusion, "headline": text, "provenance": facts}
+    key_figures = {name: _value(value) for name, value in (figures or {}).items()}
+    mark = {"conclusion": conclusion, "headline": text, "figures": key_figures, "provenance": facts}
     _show(page, plain=conclusion, extra={MARK: mark})
 
 
@@ -123,6 +124,24 @@ def _written(frame: pd.DataFrame, formats: Mapping[Any, Format]) -> pd.DataFrame
     return pd.DataFrame(dict(enumerate(columns)), dtype=object).set_axis(frame.columns, axis="columns")
 
 
+def _values(frame: pd.DataFrame) -> list[list[object]]:
+    """The frame's values for JSON, a list a row."""
+    return [[_value(value) for value in row] for row in frame.itertuples(index=False, name=None)]
+
+
+def _value(value: Any) -> object:
+    """As JSON has it: what is absent or no finite number is None, what is neither number nor text becomes text."""
+    if pd.api.types.is_scalar(value) and pd.isna(value):
+        return None
+    if isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    return str(value)
+
+
 def _cell(value: Any, form: Format | None) -> str:
     if pd.api.types.is_scalar(value) and pd.isna(value):
         return "n/a"
@@ -132,19 +151,10 @@ def _cell(value: Any, form: Format | None) -> str:
 
 
 def _table_html(frame: pd.DataFrame, written: pd.DataFrame, caption: str | None) -> str:
-    """``written`` as a table whose numeric columns in ``frame`` are marked for the page's style."""
+    """``written`` as a table, with the numeric columns of ``frame``."""
     numeric = [is_numeric_dtype(dtype) and not is_bool_dtype(dtype) for dtype in frame.dtypes]
-    kinds = ["number" if is_number else "text" for is_number in numeric]
-
-    def row(tag: str, texts: Iterable[str]) -> str:
-        pairs = zip(kinds, texts, strict=True)
-        cells = [f'<{tag} class="{kind}">{html.escape(text)}</{tag}>' for kind, text in pairs]
-        return f"<tr>{''.join(cells)}</tr>"
-
-    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-    head = row("th", map(str, frame.columns))
-    body = "".join(row("td", texts) for texts in written.itertuples(index=False, name=None))
-    return f'<table class="report">{title}<thead>{head}</thead><tbody>{body}</tbody></table>'
+    rows = written.itertuples(index=False, name=None)
+    return html_table(list(map(str, frame.columns)), rows, numeric, caption)
 
 
 def _plain(written: pd.DataFrame) -> str:

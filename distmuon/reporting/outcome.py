@@ -13,7 +13,7 @@ from typing import TypedDict
 
 import nbformat
 
-from distmuon.reporting.display import MARK
+from distmuon.reporting.display import MARK, TABLE
 
 #: Where :func:`record_failure` writes, in the notebook's metadata.
 _METADATA = "distmuon"
@@ -41,7 +41,16 @@ class Mark(TypedDict):
 
     conclusion: str
     headline: str | None
+    figures: dict[str, float | None]
     provenance: dict[str, str]
+
+
+class Table(TypedDict):
+    """The values of a table that a notebook shows; what is absent is None."""
+
+    caption: str
+    columns: list[str]
+    rows: list[list[object]]
 
 
 def record_failure(notebook: nbformat.NotebookNode, error: str) -> None:
@@ -76,6 +85,18 @@ def find_mark(notebook: nbformat.NotebookNode) -> Mark | None:
     return next(
         (output.data[MARK] for _, cell in last for output in cell.outputs if MARK in output.get("data", {})), None
     )
+
+
+def find_title(notebook: nbformat.NotebookNode) -> str | None:
+    """The first heading ``# Title`` that opens a markdown cell, or None."""
+    texts = (cell.source.lstrip() for cell in notebook.cells if cell.cell_type == "markdown")
+    return next((text.partition("\n")[0].lstrip("# ").strip() for text in texts if text.startswith("# ")), None)
+
+
+def find_tables(notebook: nbformat.NotebookNode) -> list[Table]:
+    """The values of all tables that the notebook shows, in order."""
+    outputs = [output for _, cell in _code(notebook) for output in cell.outputs]
+    return [output.data[TABLE] for output in outputs if TABLE in output.get("data", {})]
 
 
 def _code(notebook: nbformat.NotebookNode) -> list[tuple[int, nbformat.NotebookNode]]:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import yaml
@@ -96,16 +97,25 @@ def as_written(text: str) -> object:
     return yaml.load(text, Loader=_AsWritten)
 
 
+def read_yaml(path: Path) -> object:
+    """The content of a YAML file, scalars as they were written.
+
+    Raises:
+        ValueError: it is not YAML, or gives a name twice.
+    """
+    try:
+        return as_written(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} can't be read as YAML: {error}") from error
+
+
 def load_parameters(path: Path) -> dict[str, object]:
     """The parameters of a YAML file, as written.
 
     Raises:
-        ValueError: the file does not hold a mapping from names to values.
+        ValueError: the file can't be read, or does not hold a mapping from names to values.
     """
-    try:
-        content = as_written(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} must map parameter names to values, like 'ranks: 4'")
     return content
@@ -132,9 +142,14 @@ def declared_parameters(notebook: nbformat.NotebookNode) -> dict[str, Parameter]
     return {parameter.name: parameter for parameter in parameters}
 
 
+def default_parameters(notebook: nbformat.NotebookNode) -> dict[str, object]:
+    """The values that its cell tagged ``parameters`` gives."""
+    return {name: parameter.default for name, parameter in declared_parameters(notebook).items()}
+
+
 def actual_parameters(notebook: nbformat.NotebookNode) -> dict[str, object]:
     """The values that a notebook ran with: its defaults, and over them those that papermill injected."""
-    values = {name: parameter.default for name, parameter in declared_parameters(notebook).items()}
+    values = default_parameters(notebook)
     for node in _statements(tagged_source(notebook, "injected-parameters")):
         name, _, value = _assignment(node)
         values[name] = _literal(value, name)
@@ -147,7 +162,14 @@ def tagged_source(notebook: nbformat.NotebookNode, tag: str) -> str:
 
 
 class _AsWritten(yaml.SafeLoader):
-    """YAML whose scalars stay text, but for null."""
+    """YAML whose scalars stay text, but for null, and whose mappings have each name once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if names.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 for _tag in ("bool", "int", "float", "timestamp"):

@@ -6,8 +6,11 @@ looks like is in ``templates/report``; here stands what goes onto it.
 
 from __future__ import annotations
 
+import base64
 import copy
+import csv
 import html
+import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,16 +21,16 @@ from nbconvert.exporters import HTMLExporter
 from pygments.formatters import HtmlFormatter
 from traitlets.config import Config
 
-from distmuon.reporting.display import MARK
-from distmuon.reporting.outcome import Failure, find_failure, find_mark
+from distmuon.reporting.display import MARK, TABLE
+from distmuon.reporting.outcome import Failure, Table, find_failure, find_mark
 from distmuon.reporting.parameters import FOLDER_PARAMETER, actual_parameters, declared_parameters
 from distmuon.reporting.selfcontained import outside_references
+from distmuon.reporting.templates import TEMPLATES
 
 #: A page larger than this is refused.
 MAX_PAGE_BYTES = 2_000_000
 
 _MAX_LINES = 200
-_TEMPLATES = Path(__file__).parent / "templates"
 _HIDDEN_TAGS = {"remove", "parameters", "injected-parameters", "papermill-error-cell-tag"}
 _CURSOR_CODES = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
 # Types that need a script or a plug-in are not among them, so the text beside them is shown.
@@ -90,7 +93,7 @@ def to_html(notebook: nbformat.NotebookNode, path: Path, links: Mapping[str, str
     shown.cells = cells
     exporter = HTMLExporter(
         template_name="report",
-        extra_template_basedirs=[str(_TEMPLATES)],
+        extra_template_basedirs=[str(TEMPLATES)],
         embed_images=True,
         exclude_anchor_links=True,
         config=Config(NbConvertBase={"display_data_priority": _SHOWN_TYPES}),
@@ -143,12 +146,23 @@ def _ready(output: nbformat.NotebookNode, failure: Failure | None) -> nbformat.N
         return output
     if MARK in output.data and failure is None:
         output.data = {"text/html": f"<p>{html.escape(output.data[MARK]['conclusion'])}</p>"}
+    if TABLE in output.data:
+        output.data["text/html"] += _data_link(output.data[TABLE])
     if references := outside_references(output.data.get("text/html", "")):
         note = f"An output was left out here: it needs {references[0]}"
         output.data = {"text/plain": f"{note}\n{output.data.get('text/plain', '')}"}
     if "text/plain" in output.data:
         output.data["text/plain"] = _shorten(output.data["text/plain"])
     return output
+
+
+def _data_link(table: Table) -> str:
+    """A link that holds the table's values, unrounded."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([table["columns"], *table["rows"]])
+    name = re.sub(r"\W+", "-", table["caption"].lower()).strip("-")[:40] or "table"
+    content = base64.b64encode(text.getvalue().encode()).decode()
+    return f'<a class="data" download="{name}.csv" href="data:text/csv;base64,{content}">data (CSV)</a>'
 
 
 def _settled(text: str) -> str:

@@ -10,26 +10,30 @@ _FETCHING_ATTRIBUTES = {"src", "poster", "background", "data", "action", "formac
 _FETCHING_TAGS = {"script", "iframe", "frame", "object", "embed", "base"}
 
 
-def outside_references(page: str) -> list[str]:
+def outside_references(page: str, *, scripts: bool = False) -> list[str]:
     """What a browser would fetch or run while it shows ``page``: scripts, event handlers, all but ``data:`` URLs.
 
-    A link that the reader may click, or one inside the page, is none.
+    A link that the reader may click, or one inside the page, is none. With ``scripts`` nor is a script that stands in
+    the page itself.
     """
-    finder = _Finder()
+    finder = _Finder(scripts)
     finder.feed(page)
     finder.close()
     return finder.found
 
 
 class _Finder(HTMLParser):
-    def __init__(self) -> None:
+    def __init__(self, scripts: bool) -> None:
         super().__init__()
+        self._scripts = scripts
         self.found: list[str] = []
         self._in_style = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._in_style = tag == "style"
         attributes = {name: (value or "").strip() for name, value in attrs}
+        if tag == "script" and self._scripts and "src" not in attributes:
+            return
         if tag in _FETCHING_TAGS or (tag == "meta" and attributes.get("http-equiv", "").lower() == "refresh"):
             self.found.append(f"<{tag}> {attributes.get('src') or attributes.get('href') or ''}".rstrip())
             return

@@ -21,10 +21,15 @@ INSTALLED := .venv/installed
 REPORT := reports/distmuon.html
 ABLATION := reports/ablation.html
 TRACES := reports/traces.html
+SCALE := reports/scale.html
+TRAINING := reports/training.html
 TOUR := reports/tour.html
 PROFILE := runs/$(shell date -u +%Y%m%dT%H%M%S)-report
 QUICK_PROFILE := -p workload tiny -p steps 1 -p repeats 2
 QUICK_ABLATION := -p workload tiny -p timed tiny -p steps 1 -p tokens 16 -p turns 5
+QUICK_SCALE := -p workload tiny -p ranks 8 -p ep 4 -p sizes '4, 8' -p layers '1, 2' \
+	-p dense qwen3-8b/32 -p dense_sizes '16, 32' -p checked tiny -p turns 1
+QUICK_TRAINING := -p steps 8 -p tokens 16 -p every 2
 GRID ?= notebooks/grids/packing.yaml
 CODE := distmuon scripts tests notebooks
 
@@ -41,11 +46,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 report: $(INSTALLED)
 	$(BIN)/python scripts/run_notebook.py notebooks/00_tour.ipynb --html $(TOUR) \
 		--link "The published packing profile" $(notdir $(REPORT))
+	$(BIN)/python scripts/run_notebook.py notebooks/05_training.ipynb $(if $(QUICK),$(QUICK_TRAINING)) \
+		--html $(TRAINING) --link "The published packing profile" $(notdir $(REPORT))
 	$(BIN)/python scripts/run_notebook.py notebooks/02_ablation.ipynb $(if $(QUICK),$(QUICK_ABLATION)) \
 		--html $(ABLATION) --link "The published packing profile" $(notdir $(REPORT))
+	$(BIN)/python scripts/run_notebook.py notebooks/03_scale.ipynb $(if $(QUICK),$(QUICK_SCALE)) \
+		--html $(SCALE) --link "The published packing profile" $(notdir $(REPORT))
 	$(BIN)/python scripts/run_notebook.py notebooks/01_published_profile.ipynb $(if $(QUICK),$(QUICK_PROFILE)) \
 		--out $(PROFILE) --html $(REPORT) --link "A tour" $(notdir $(TOUR)) --link "A switch at a time" $(notdir $(ABLATION)) \
-		--link "Two traces side by side" $(notdir $(TRACES))
+		--link "A trillion parameters, planned" $(notdir $(SCALE)) --link "Two traces side by side" $(notdir $(TRACES)) \
+		--link "Training with DistMuon and with AdamW" $(notdir $(TRAINING))
 	$(BIN)/python scripts/run_notebook.py notebooks/04_compare_traces.ipynb -p a ../$(PROFILE)/files \
 		-p label_a baseline -p range_a 'distmuon.profile/baseline/* > Optimizer.step#DistMuon.step' \
 		-p label_b batched -p range_b 'distmuon.profile/batched/* > Optimizer.step#DistMuon.step' \

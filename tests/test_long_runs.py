@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _world
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from distmuon import clip_grad_norm_, muon_with_adamw
 from distmuon.workloads import get_workload
-from distmuon.workloads.model import build_model
-from distmuon.workloads.text import standard_library
 from distmuon.workloads.training import Trainer
 
 TINY = get_workload("tiny")
@@ -79,30 +73,18 @@ def test_memory_is_flat_after_the_third_step_and_ranks_stay_together(pool):
 
 
 def replicated(rank: int, ranks: int) -> tuple[str, Held, Held]:
-    """Digest of this rank's shards after training over replicas of shards, layers compiled."""
+    """Digest of this rank's shards after training two replicas of a model whose layers are compiled."""
     warnings.simplefilter("ignore")  # torch warns of what it itself uses
-    model = build_model(replace(TINY, layers=2, dense_layers=2), "cpu", seed=0)
-    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
-    for layer in model.layers:
+    dense = replace(TINY, layers=2, dense_layers=2)
+    trainer = Trainer(dense, ranks=ranks, ep=1, replicas=2, rank=rank, tokens=32, ns_dtype=torch.float32)
+    for layer in trainer.model.layers:
         layer.compile(backend="eager")  # traced, and run without a compiler, as there may be none
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = muon_with_adamw(model, 8e-4, row_blocks=TINY.row_blocks, muon_options={"ns_dtype": torch.float32})
-    before = None
-    for step in range(STEPS):
-        inputs, targets = standard_library().batch(step, range(rank, rank + 1), ranks, 32)
-        nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 2:
-            before = held()
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        for tensor in (parameter, *optimizer.state[parameter].values()):
-            digest.update(_local(tensor.detach()).numpy().tobytes())
-    assert dist.get_world_size() == ranks
-    return digest.hexdigest(), before, held()
+    for step in range(3):
+        trainer.train_step(step)
+    before = held()
+    for step in range(3, STEPS):
+        trainer.train_step(step)
+    return trainer.digest(), before, held()
 
 
 def test_replicas_stay_bit_equal_and_nothing_is_compiled_or_connected_anew(pool):

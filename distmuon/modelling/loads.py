@@ -132,7 +132,7 @@ def loads_of(
 
     Bytes read and written, an element: momentum and Nesterov 3 times each, decay 2 and update 3 times; packing and
     unpacking once on either side; Newton-Schulz once for the cast, 4 times in its dtype for norm and scaling, and twice
-    an iteration for the bias. FLOPs are those of the standard algorithm.
+    an iteration for the bias of the last product. FLOPs are those of the standard algorithm.
 
     Args:
         parameters: as for :func:`distmuon.totals.step_totals`.

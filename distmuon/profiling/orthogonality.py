@@ -54,6 +54,17 @@ def orthogonality_error(matrix: Tensor) -> float:
     return (squares - 1).square().mean().sqrt().item()
 
 
+def departure(matrix: Tensor) -> float:
+    """How far a matrix of any scale is from orthogonal: its :func:`orthogonality_error` once the root mean square of
+    its singular values is 1. 0 where all are equal; the square root of ``short - 1`` where only one is not 0.
+
+    A matrix of zeros is as far as one can be.
+    """
+    short = min(matrix.shape)
+    size = torch.linalg.vector_norm(matrix.double()) / short**0.5
+    return orthogonality_error(matrix.double() / size) if size > 0 else (short - 1) ** 0.5
+
+
 def accuracy(
     ns_algorithm: str,
     coefficients: Coefficients,

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TextIO
 
 from distmuon.folders import claim, fresh
+from distmuon.profiling.devices import refuse_absent_gpus
 from distmuon.profiling.launch import launch
 from distmuon.profiling.results import Run
-from distmuon.profiling.session import Settings, profile_rank, refuse_absent_gpus
+from distmuon.profiling.session import Settings, profile_rank
 
 
 def profile(
@@ -42,7 +43,7 @@ def profile(
         FileExistsError: ``out`` already holds files.
         RankFailure: a rank died or hung; no process is left.
     """
-    refuse_absent_gpus(settings)  # before there is a folder, or a rank that dies of it
+    refuse_absent_gpus(settings.device, settings.ranks)  # before there is a folder, or a rank that dies of it
     command = command or shlex.join(["python", *sys.argv])
     folder = Path(out) if out else fresh(f"profile-{settings.workload.replace('/', '-by-')}")
     rank = int(os.environ.get("RANK", 0))

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing.pool import Pool
 from typing import Any
 
 from distmuon.buffers import peak_bytes
@@ -133,6 +136,21 @@ class Planned:
             "assumptions": self.job.assumptions.to_dict(),
         }
 
+    def row(self) -> dict[str, Any]:
+        """For a table of jobs: means over ranks in ms of what a step is spent on, and what else differs."""
+        replayed = self.replay
+        return {
+            "ranks": self.job.ranks,
+            "exchanges": sum(bool(stage.groups) for stage in self.totals.stages),
+            "sent_mib": float(self.totals.sent_bytes().mean()) / 2**20,
+            "gemm_tflop": float(sum((load.owned.flops + load.whole.flops).mean() for load in self.loads)) / 1e12,
+            "buffer_mib": peak_bytes(self.plan) / 2**20,
+            "step_ms": 1e3 * replayed.step_s,
+            "busy_ms": 1e3 * float(replayed.busy_s.mean()),
+            "exposed_ms": 1e3 * float(replayed.exposed_s.mean()),
+            "idle_ms": 1e3 * float(replayed.idle_s.mean()),
+        }
+
 
 def plan_job(job: Job) -> Planned:
     """Plan a job and replay its step, in this process."""
@@ -149,20 +167,31 @@ def plan_job(job: Job) -> Planned:
 
 
 def plan_each(jobs: Iterable[Job]) -> Iterator[dict[str, Any]]:
-    """What :meth:`Planned.to_dict` gives for each job, planned in a process of its own, with nothing cached.
-
-    The processes are forked from one that has imported this module, one after another.
-    """
+    """What :meth:`Planned.to_dict` gives for each job, one after another, each planned in a process of its own."""
     torch_bytes = torch_rss_bytes()
+    with _processes(1) as pool:
+        yield from pool.imap(partial(_answer, torch_bytes=torch_bytes), jobs)
+
+
+def plan_rows(jobs: Iterable[Job]) -> list[dict[str, Any]]:
+    """What :meth:`Planned.row` gives for each job, as many at a time as there are cores."""
+    with _processes(os.cpu_count() or 1) as pool:
+        return pool.map(_row, jobs, chunksize=1)
+
+
+def _processes(number: int) -> Pool:
+    """So many at a time, each for one job: forked from a process that has imported this module, with nothing cached."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    for job in jobs:
-        with context.Pool(1) as pool:
-            yield pool.apply(_answer, (job, torch_bytes))
+    return context.Pool(number, maxtasksperchild=1)
 
 
 def _answer(job: Job, torch_bytes: int) -> dict[str, Any]:
     return plan_job(job).to_dict(torch_bytes)
+
+
+def _row(job: Job) -> dict[str, Any]:
+    return plan_job(job).row()
 
 
 def curve(job: Job, sizes: Iterable[int]) -> list[Job]:

@@ -28,6 +28,7 @@ from distmuon.names import choose
 from distmuon.newton_schulz import NS_ALGORITHMS
 from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.counting import count_launches
+from distmuon.profiling.devices import DEVICES, NS_DTYPES, local_ranks, newton_schulz_dtype, rank_device
 from distmuon.profiling.events import rank_events, sent_bytes, step_range
 from distmuon.profiling.launch import run_as_rank
 from distmuon.profiling.results import RankResults, write_results
@@ -35,9 +36,6 @@ from distmuon.profiling.trace import Trace
 from distmuon.workloads import get_workload
 from distmuon.workloads.storage import BUCKETS
 from distmuon.workloads.training import Trainer
-
-DEVICES = ("auto", "cpu", "cuda")
-NS_DTYPES = ("auto", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def profile_rank(settings: Settings, folder: Path, command: str, *, own_log: boo
         command: what the user called, for the results.
         own_log: write ``rank{r}.log`` as well, where no launcher does it from standard error.
     """
-    rank, device = int(os.environ["RANK"]), _device(settings)
+    rank, device = int(os.environ["RANK"]), rank_device(settings.device, settings.ranks)
     log: TextIO | None = None
 
     def say(text: str) -> None:
@@ -121,7 +119,7 @@ def profile_rank(settings: Settings, folder: Path, command: str, *, own_log: boo
             if stream:
                 print(f"rank {rank} of {settings.ranks}: {text}", file=stream, flush=True)
 
-    gpus = f"{torch.cuda.device_count()} GPUs for {_local_ranks(settings)} ranks"
+    gpus = f"{torch.cuda.device_count()} GPUs for {local_ranks(settings.ranks)} ranks"
     say(f"process {os.getpid()}, {settings.workload} on {device} ({gpus}), {', '.join(settings.variants)}")
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")  # "nccl" is RCCL with ROCm
     if dist.get_world_size() != settings.ranks:
@@ -173,7 +171,8 @@ def profile_rank(settings: Settings, folder: Path, command: str, *, own_log: boo
         counts = {name: count_launches(*question, **_options(settings, name)) for name in settings.variants}
         write_results(
             folder,
-            settings=asdict(settings) | {"device": device.type, "ns_dtype": str(_ns_dtype(settings, device))[6:]},
+            settings=asdict(settings)
+            | {"device": device.type, "ns_dtype": str(newton_schulz_dtype(settings.ns_dtype, device))[6:]},
             ranks=everyone,
             counts=counts,
             origin={"command": command, "text": text.source, "text digest": text.digest},
@@ -232,38 +231,6 @@ class Recorder:
             torch.cuda.synchronize()
 
 
-def _local_ranks(settings: Settings) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", settings.ranks))
-
-
-def _enough_gpus(settings: Settings) -> bool:
-    return torch.cuda.is_available() and torch.cuda.device_count() >= _local_ranks(settings)
-
-
-def refuse_absent_gpus(settings: Settings) -> None:
-    """Refuse ``device="cuda"`` where a rank would have no GPU of its own.
-
-    Raises:
-        ValueError: saying how many there are.
-    """
-    if settings.device == "cuda" and not _enough_gpus(settings):
-        needed = _local_ranks(settings)
-        raise ValueError(f"device 'cuda' needs a GPU a rank: {needed}, and there are {torch.cuda.device_count()}")
-
-
-def _device(settings: Settings) -> torch.device:
-    refuse_absent_gpus(settings)
-    if settings.device == "cpu" or not _enough_gpus(settings):
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-
-
-def _ns_dtype(settings: Settings, device: torch.device) -> torch.dtype:
-    if settings.ns_dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return getattr(torch, settings.ns_dtype)
-
-
 def _trainer(settings: Settings, variant: str, rank: int, device: torch.device) -> Trainer:
     return Trainer(
         get_workload(settings.workload),
@@ -273,7 +240,7 @@ def _trainer(settings: Settings, variant: str, rank: int, device: torch.device) 
         device=device,
         tokens=settings.tokens,
         seed=settings.seed,
-        ns_dtype=_ns_dtype(settings, device),
+        ns_dtype=newton_schulz_dtype(settings.ns_dtype, device),
         **_options(settings, variant),
     )
 

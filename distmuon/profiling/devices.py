@@ -1,0 +1,49 @@
+"""The device of a rank, and what Newton-Schulz runs in on it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+DEVICES = ("auto", "cpu", "cuda")
+NS_DTYPES = ("auto", "bfloat16", "float32")
+
+
+def local_ranks(ranks: int) -> int:
+    """Ranks on this machine, of ``ranks`` in all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
+def refuse_absent_gpus(device: str, ranks: int) -> None:
+    """Refuse ``device="cuda"`` where a rank would have no GPU of its own.
+
+    Raises:
+        ValueError: saying how many there are.
+    """
+    if device == "cuda" and not _enough_gpus(ranks):
+        count = torch.cuda.device_count()
+        raise ValueError(f"device 'cuda' needs a GPU a rank: {local_ranks(ranks)}, and there are {count}")
+
+
+def rank_device(device: str, ranks: int) -> torch.device:
+    """The device of this rank (``LOCAL_RANK``); "auto" takes a GPU a rank where there are so many, else the CPU.
+
+    Raises:
+        ValueError: "cuda", and there are too few.
+    """
+    refuse_absent_gpus(device, ranks)
+    if device == "cpu" or not _enough_gpus(ranks):
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def newton_schulz_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of that name; "auto" is bfloat16 on a GPU and float32 on a CPU, which may lack units for the other."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, name)
+
+
+def _enough_gpus(ranks: int) -> bool:
+    return torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks(ranks)

@@ -19,6 +19,7 @@ from distmuon.profiling.training import ResumeError, Training, train
 from distmuon.profiling.training_ranks import Settings
 from distmuon.reporting.execution import execute
 from distmuon.reporting.rendering import render
+from distmuon.reporting.request import Request
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS = ("layers.0.attention.wq.weight", "layers.1.moe.experts.w1")
@@ -158,7 +159,7 @@ def test_a_folder_that_holds_a_run_is_refused(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_notebook_runs_with_small_parameters(tmp_path: Path) -> None:
     small = {"ranks": 2, "steps": 4, "tokens": 8, "every": 2}
-    run = execute(ROOT / "notebooks/05_training.ipynb", tmp_path / "run", small)
+    run = execute(Request.of(ROOT / "notebooks/05_training.ipynb", small), tmp_path / "run")
     assert run.failure is None, run.failure
     assert "the parameters of all 2 ranks are equal to the last bit." in run.mark["conclusion"]
     assert (tmp_path / "run/files/trained/checkpoint/.metadata").exists()

@@ -24,6 +24,7 @@ def write_page(path: Path, template: str, **facts: object) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
     content = environment.get_template(f"{template}/index.html.j2").render(**facts)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".part{os.getpid()}")

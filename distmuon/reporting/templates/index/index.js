@@ -51,7 +51,7 @@ function compareChosen() {
   for (const name of names("figures")) {
     const [one, other] = [a.figures[name] ?? null, b.figures[name] ?? null];
     const both = typeof one === "number" && typeof other === "number";
-    const change = both && one !== 0 ? `${(100 * (other / one - 1)).toFixed(1)} %` : "";
+    const change = both && one !== 0 && !name.endsWith("(%)") ? `${(100 * (other / one - 1)).toFixed(1)} %` : "";
     lines.push([name, show(one), show(other), both ? show(other - one) : "n/a", change]);
   }
   const table = document.createElement("table");

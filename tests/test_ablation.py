@@ -17,6 +17,7 @@ from distmuon.profiling.sweep import sweep_copies
 from distmuon.profiling.tables import SOURCE_GROUPS
 from distmuon.reporting.execution import execute
 from distmuon.reporting.rendering import render
+from distmuon.reporting.request import Request
 
 ROOT = Path(__file__).parents[1]
 LADDER = ladder("baseline", ["packing=parameter", "packing=bucket", "elementwise=bucket"])
@@ -121,7 +122,7 @@ def test_the_sweep_figure_has_units_and_a_line_a_count() -> None:
 def test_the_notebook_runs_with_small_parameters(tmp_path: Path) -> None:
     small = {"workload": "tiny", "timed": "tiny", "ranks": 2, "steps": 1, "tokens": 16, "turns": 2}
     switches = "packing=parameter, ns_batching=shape, ns_algorithm=copy_free"
-    run = execute(ROOT / "notebooks/02_ablation.ipynb", tmp_path / "run", small | {"switches": switches})
+    run = execute(Request.of(ROOT / "notebooks/02_ablation.ipynb", small | {"switches": switches}), tmp_path / "run")
     assert run.failure is None, run.failure
     assert "On tiny with 2 ranks, 3 switches take a rank's step from" in run.mark["conclusion"]
     assert "+\N{NO-BREAK SPACE}ns_batching=shape" in run.mark["headline"]

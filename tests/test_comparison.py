@@ -18,6 +18,7 @@ from distmuon.profiling.comparison import Comparison, common_range, compare
 from distmuon.profiling.ranks import RankTraces
 from distmuon.profiling.tracefile import TraceError
 from distmuon.reporting.execution import execute
+from distmuon.reporting.request import Request
 
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "04_compare_traces.ipynb"
 
@@ -221,7 +222,8 @@ def test_the_notebook_compares_ranks_with_a_single_trace(tmp_path: Path) -> None
     for rank in range(2):
         write_rank(tmp_path, rank, 2)
     other = write(tmp_path, LATER, "other.json")
-    run = execute(NOTEBOOK, tmp_path / "run", {"a": str(tmp_path), "b": str(other), "label_b": "later"})
+    given = {"a": str(tmp_path), "b": str(other), "label_b": "later"}
+    run = execute(Request.of(NOTEBOOK, given), tmp_path / "run")
     assert run.failure is None
     assert "later against A" in run.mark["conclusion"].replace("Later", "later")
     assert "memcpy DtoD" in run.mark["headline"]

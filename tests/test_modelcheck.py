@@ -15,6 +15,7 @@ from distmuon.profiling.scale import Job, plan_job
 from distmuon.profiling.session import Settings
 from distmuon.reporting.execution import execute
 from distmuon.reporting.rendering import render
+from distmuon.reporting.request import Request
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = Settings("tiny", 2, 2, ("baseline", "fused"), steps=3, repeats=1, tokens=16)
@@ -99,7 +100,7 @@ def test_buckets_and_replicas_are_compared_job_by_job() -> None:
 def test_the_notebook_runs_with_small_parameters(tmp_path: Path) -> None:
     small = {"workload": "tiny", "ranks": 8, "ep": 4, "sizes": "4, 8", "layers": "1, 2", "checked": "tiny", "turns": 1}
     small |= {"dense": "qwen3-8b/32", "dense_sizes": "16, 32"}
-    run = execute(ROOT / "notebooks/03_scale.ipynb", tmp_path / "run", small)
+    run = execute(Request.of(ROOT / "notebooks/03_scale.ipynb", small), tmp_path / "run")
     assert run.failure is None, run.failure
     assert "For tiny on 8 ranks (EP 4) take" in run.mark["conclusion"]
     assert "the model's error on the step is: baseline" in run.mark["conclusion"]

@@ -222,8 +222,7 @@ def test_the_notebook_compares_ranks_with_a_single_trace(tmp_path: Path) -> None
     for rank in range(2):
         write_rank(tmp_path, rank, 2)
     other = write(tmp_path, LATER, "other.json")
-    given = {"a": str(tmp_path), "b": str(other), "label_b": "later"}
-    run = execute(Request.of(NOTEBOOK, given), tmp_path / "run")
+    run = execute(Request.of(NOTEBOOK, {"a": str(tmp_path), "b": str(other), "label_b": "later"}), tmp_path / "run")
     assert run.failure is None
     assert "later against A" in run.mark["conclusion"].replace("Later", "later")
     assert "memcpy DtoD" in run.mark["headline"]

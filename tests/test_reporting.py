@@ -263,7 +263,14 @@ def executed(*outputs: list[nbformat.NotebookNode] | None) -> nbformat.NotebookN
 
 
 def mark() -> nbformat.NotebookNode:
-    data = {"application/vnd.distmuon.complete+json": {"conclusion": "Done.", "headline": None, "provenance": {}}}
+    data = {
+        "application/vnd.distmuon.complete+json": {
+            "conclusion": "Done.",
+            "headline": None,
+            "figures": [],
+            "provenance": {},
+        }
+    }
     return new_output("display_data", data=data)
 
 

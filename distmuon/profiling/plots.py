@@ -99,7 +99,7 @@ def spans(steps: pd.DataFrame, changes: Mapping[str, Change]) -> Figure:
         ranks = sorted(steps["rank"].unique())
         axis.set(ylim=(0, 1.08 * steps[span].max()), ylabel=f"{span[:3].upper()} span of the step (ms)", xlabel="rank")
         axis.set_xticks(ranks, [str(rank) for rank in ranks])
-        axis.legend(loc="lower right", frameon=False)
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(variants), frameon=False)
     _changes(axes[-1], variants, changes)
     return figure
 

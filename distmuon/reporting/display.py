@@ -107,7 +107,7 @@ def complete(
     text = None if headline is None else _plain(_written(headline, formats or {}))
     listing = "".join(f"<dt>{html.escape(label)}</dt><dd>{html.escape(fact)}</dd>" for label, fact in facts.items())
     page = f"<p>{html.escape(conclusion)}</p><details><summary>Provenance</summary><dl>{listing}</dl></details>"
-    key_figures = {name: _value(value) for name, value in (figures or {}).items()}
+    key_figures = [[name, _value(value)] for name, value in (figures or {}).items()]  # notebooks sort mappings
     mark = {"conclusion": conclusion, "headline": text, "figures": key_figures, "provenance": facts}
     _show(page, plain=conclusion, extra={MARK: mark})
 

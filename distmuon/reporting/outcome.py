@@ -41,7 +41,7 @@ class Mark(TypedDict):
 
     conclusion: str
     headline: str | None
-    figures: dict[str, float | None]
+    figures: list[tuple[str, float | None]]
     provenance: dict[str, str]
 
 

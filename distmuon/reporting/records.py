@@ -103,7 +103,7 @@ def write_results(executed: Path, notebook: nbformat.NotebookNode) -> None:
     """Say how a run ended, and what its tables hold, beside the executed notebook."""
     folder, name = executed.parent, executed.name
     failure, mark, tables = find_failure(notebook), find_mark(notebook), find_tables(notebook)
-    figures = mark.get("figures", {}) if mark else {}
+    figures = dict(mark["figures"]) if mark else {}
     times = notebook.metadata.get("papermill", {})
     defaults, actual = (
         {each: value for each, value in values.items() if each != FOLDER_PARAMETER}

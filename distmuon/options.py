@@ -73,6 +73,9 @@ class PlanOptions:
         A matrix of n elements, cut over S ranks in each of R replicas, sends 2 R n (1 - 1/S) elements if each replica
         works by itself. Shared it goes out from one replica, n (1 - 1/S), and back to all, n (R - 1/S): fewer for
         S > 2, as many for S = 2, and n (R - 1) for S = 1, where nothing would travel.
+
+        This looks at sums over ranks, not at the busiest one: with fewer matrices than ranks an owner's way back to all
+        replicas takes longer than what it saves (``docs/log.md``), and False is faster.
         """
         if not spec.replica_axes or self.share_replicas is False:
             return False

@@ -57,7 +57,7 @@ def balance(ranks: pd.DataFrame) -> Figure:
     names = [("sent_mib", "sent in a step (MiB)"), ("gemm_tflop", "GEMM TFLOP in a step")]
     for axis, (name, label) in zip(panels, names, strict=True):
         values = np.sort(ranks[name].to_numpy())[::-1]
-        axis.fill_between(range(len(values)), values, step="post", color=_BUSY, linewidth=0)
+        axis.stairs(values, fill=True, color=_BUSY)
         axis.axhline(values.mean(), color=INK, linewidth=1, linestyle="--")
         axis.text(len(values), values.mean(), " mean", va="center", color=INK)
         axis.set(xlim=(0, len(values)), ylim=(0, 1.08 * values.max() or 1), ylabel=label, xlabel="ranks, most first")

@@ -26,25 +26,25 @@ class Case:
         shapes: global shape of each parameter.
         mesh: shape of the mesh; None for plain tensors.
         placements: one for each mesh axis.
-        order: global ranks of the mesh, row-major; None: in order.
-        axes: names of the mesh axes; None: unnamed.
         row_blocks: as DistMuon takes it.
         settings: of ``torch.optim.Muon`` and DistMuon alike.
         dtype: of parameters and gradients.
         steps: optimizer steps.
         scale: of the gradients.
+        order: global ranks of the mesh, row-major; None: in order.
+        axes: names of the mesh axes; None: unnamed.
     """
 
     shapes: dict[str, tuple[int, ...]]
     mesh: tuple[int, ...] | None = None
     placements: tuple[Placement, ...] = ()
-    order: tuple[int, ...] | None = None
-    axes: tuple[str, ...] | None = None
     row_blocks: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     steps: int = 3
     scale: float = 1.0
+    order: tuple[int, ...] | None = None
+    axes: tuple[str, ...] | None = None
 
 
 def values(case: Case, step: int) -> dict[str, Tensor]:

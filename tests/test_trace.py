@@ -97,7 +97,7 @@ def test_parts_of_real_spans_add_up_to_the_microsecond(ranks: Path) -> None:
     (exchanging,) = trace.ranges("outer/0 > step")
     (exchange,) = trace.exchanges_in(exchanging)
     assert exchange.name == "gloo:all_to_all"
-    assert trace.host_parts_us(exchanging)["exposed exchange"] <= exchange.duration_us
+    assert trace.host_parts_us(exchanging)["exposed exchange"] <= exchange.duration_us + 0.01  # clocks are large floats
 
 
 def test_where_the_time_of_a_gpu_span_goes(tmp_path: Path) -> None:

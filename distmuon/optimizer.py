@@ -234,6 +234,8 @@ class DistMuon(torch.optim.Optimizer):
             refuse_unknown_keys(self._given, self.defaults)
             self._options = self._make_options()
             policy = self._policy = self._make_policy()
+            if not isinstance(self._process_group, dist.ProcessGroup | None):
+                raise TypeError(f"process_group is {self._process_group!r}: give a process group, or None")
             settings = [group_settings(group, self._options) for group in self.param_groups]
             device = one_device(parameters, names)
             settle_row_blocks(self.param_groups, self._row_blocks, [name for each in names for name in each])

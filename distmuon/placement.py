@@ -301,6 +301,8 @@ class ParameterSpec:
     def __post_init__(self) -> None:
         if len(self.shape) not in (2, 3):
             raise ValueError(f"parameter {self.name!r}: shape {self.shape} is neither 2-D nor 3-D")
+        if 0 in self.shape:
+            raise ValueError(f"parameter {self.name!r} of shape {self.shape} has no elements: leave it out")
         if sum(self.matrix_rows) != self.shape[-2]:
             raise ValueError(f"parameter {self.name!r}: matrices of {self.matrix_rows} rows in shape {self.shape}")
         for placement in self.storage.placements if self.storage else ():

@@ -339,3 +339,14 @@ def gradient_placed_otherwise(rank: int, ranks: int) -> str:
 
 def test_a_gradient_that_is_placed_otherwise_is_refused(pool):
     assert "but its gradient (Shard(dim=1),)" in pool.run(2, gradient_placed_otherwise)[0]
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 4, 4)])
+def test_a_parameter_without_elements_is_refused_by_name(shape):
+    with pytest.raises(ValueError, match=r"parameter 'a' of shape \(.*\) has no elements: leave it out"):
+        DistMuon([("a", nn.Parameter(torch.zeros(shape)))])
+
+
+def test_a_process_group_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="process_group is 'x': give a process group, or None"):
+        DistMuon([("a", nn.Parameter(torch.zeros(4, 4)))], process_group="x")

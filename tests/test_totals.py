@@ -67,6 +67,12 @@ def test_owners_of_moonlight_balance_over_the_step(ranks, most, buckets):
     assert step_totals(parameters, PlanOptions(get_buckets(workload, buckets))).imbalance() <= most
 
 
+@pytest.mark.parametrize(("ranks", "most"), [(8, 1.05), (64, 1.15)])
+def test_owners_of_a_dense_model_balance_over_the_step(ranks, most):
+    parameters = muon_parameters(get_workload("qwen3-8b"), ranks=ranks, ep=1)
+    assert step_totals(parameters).imbalance() <= most
+
+
 def test_own_buckets_leave_few_ranks_waiting_for_the_busiest():
     """If all ranks waited for one another after each bucket, the step would take no more than 15 % longer."""
     for ranks in (8, 64):

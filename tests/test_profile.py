@@ -19,6 +19,7 @@ import pandas as pd
 import pytest
 import torch
 from matplotlib.colors import to_hex
+from traces import event
 
 from distmuon.profiling import findings, plots, tables
 from distmuon.profiling.counting import count_launches
@@ -232,18 +233,6 @@ def test_noise(changes: list[float], low: float, high: float, confidence: float,
 
 def gpu_trace(folder: Path, rank: int) -> Path:
     """One baseline step as a GPU's profiler writes it: 2 copies, 1 kernel, 1 memset, and an exchange each way."""
-
-    def event(category: str, name: str, start: float, duration: float, tid: int = 1, **args: Any) -> dict[str, Any]:
-        return {
-            "ph": "X",
-            "cat": category,
-            "name": name,
-            "ts": start,
-            "dur": duration,
-            "pid": 1,
-            "tid": tid,
-            "args": args,
-        }
 
     def on_device(
         category: str, name: str, launched: float, start: float, duration: float, id: int

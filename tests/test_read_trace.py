@@ -10,22 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from traces import STEP, event, launch, write, write_rank
+from traces import FIGURES, STEP, event, launch, write, write_rank
 
 from distmuon.profiling.trace import Trace
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "read_trace.py"
 Call = Callable[..., tuple[int, str, str]]
-
-FIGURES = {
-    "cpu_span_ms": 0.1,
-    "gpu_span_ms": 0.1,
-    "memcpy": {"DtoD": 1},
-    "memset": 1,
-    "kernels": 2,
-    "collectives": 1,
-    "exposed_collective_ms": 0.009,
-}
 
 
 @pytest.fixture

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from distmuon.matrices import gemm_cost, refuse_unmatched
-from distmuon.options import PlanOptions
+from distmuon.options import ExchangeKind, PlanOptions
 from distmuon.owners import LAUNCH_COST, even, launches
 from distmuon.placement import ParameterSpec
 
@@ -22,6 +23,23 @@ WHOLE_BYTES = 64 << 20
 MAX_RANK_BYTES = 64 << 20
 #: Every way to halve the shapes is tried if that means no more than so many matrices to find owners for.
 TRY_ALL = 50_000
+
+
+Item = TypeVar("Item")
+
+
+def runs_within(sized: Iterable[tuple[Item, int]], limit: int) -> Iterator[tuple[list[Item], int]]:
+    """Cut (item, size) pairs into consecutive runs of at most ``limit``, or of one item, and say what each comes to."""
+    run: list[Item] = []
+    filled = 0
+    for item, size in sized:
+        if run and filled + size > limit:
+            yield run, filled
+            run, filled = [], 0
+        run.append(item)
+        filled += size
+    if run:
+        yield run, filled
 
 
 class Bucket(NamedTuple):
@@ -66,16 +84,12 @@ def make_buckets(parameters: Sequence[ParameterSpec], options: PlanOptions) -> t
 
 
 def _chosen_buckets(parameters: Sequence[ParameterSpec], options: PlanOptions) -> tuple[Bucket, ...]:
-    kinds: dict[tuple[object, ...], list[int]] = {}
+    kinds: dict[ExchangeKind | None, list[int]] = {}
     for index, spec in enumerate(parameters):
-        axes = options.exchange_axes(spec)
-        kind: tuple[object, ...] = (
-            (spec.storage.mesh_shape, spec.storage.ranks, axes, spec.dtype) if axes and spec.storage else ()
-        )
-        kinds.setdefault(kind, []).append(index)
+        kinds.setdefault(options.exchange_kind(spec), []).append(index)
     buckets: list[tuple[int, ...]] = []
     for kind, indices in kinds.items():
-        if not kind:
+        if kind is None:
             buckets += _runs(parameters, indices, WHOLE_BYTES)
         elif options.by_shape:
             buckets += _by_shape(parameters, indices, options)
@@ -164,16 +178,11 @@ def _in_rounds(
             break
         units.remove(smaller[0])
         left += smaller[0]
-    joined: list[list[int]] = []
-    filled = 0
-    for members in units:
-        size = sum(parameters[index].bytes for index in members)
-        if not joined or filled + size > limit:
-            joined.append([])
-            filled = 0
-        joined[-1] += members
-        filled += size
-    return [tuple(sorted(bucket)) for bucket in (*joined, left) if bucket]
+    sizes = [sum(parameters[index].bytes for index in members) for members in units]
+    joined = [
+        sorted(itertools.chain.from_iterable(run)) for run, _ in runs_within(zip(units, sizes, strict=True), limit)
+    ]
+    return [tuple(bucket) for bucket in (*joined, sorted(left)) if bucket]
 
 
 def _best_halves(parameters: Sequence[ParameterSpec], blocks: Sequence[list[int]], ranks: int) -> list[tuple[int, ...]]:

@@ -12,11 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
-from distmuon.buckets import Bucket
+from distmuon.buckets import Bucket, runs_within
 from distmuon.matrices import Shape, gemm_cost
-from distmuon.options import PlanOptions
+from distmuon.options import ExchangeKind, PlanOptions
 from distmuon.placement import ParameterSpec, Storage
 
 
@@ -51,23 +49,18 @@ def draft_stages(parameters: Sequence[ParameterSpec], buckets: Iterable[Bucket],
     """The drafts, in the order of the buckets; the same on every rank that has the parameters."""
     drafts = []
     for bucket in buckets:
-        exchanged: dict[tuple[object, tuple[int, ...], torch.dtype], list[int]] = {}
+        exchanged: dict[ExchangeKind, list[int]] = {}
         whole: list[int] = []
         for index in bucket.parameters:
-            spec = parameters[index]
-            axes = options.exchange_axes(spec)
-            if axes and spec.storage:
-                mesh = spec.storage.mesh_shape, spec.storage.ranks
-                exchanged.setdefault((mesh, axes, spec.dtype), []).append(index)
-            else:
-                whole.append(index)
+            kind = options.exchange_kind(parameters[index])
+            (whole if kind is None else exchanged.setdefault(kind, [])).append(index)
         if not exchanged:
             drafts.append(Draft(bucket.name, None, (), (), tuple(whole)))
-        for number, ((_, axes, _), indices) in enumerate(exchanged.items()):
+        for number, (kind, indices) in enumerate(exchanged.items()):
             # Their work fills the wait for the way back of the first exchange.
             filling = tuple(whole) if number == 0 else ()
             name = bucket.name if number == 0 else f"{bucket.name} ({number + 1})"
-            drafts.append(Draft(name, parameters[indices[0]].storage, axes, tuple(indices), filling))
+            drafts.append(Draft(name, parameters[indices[0]].storage, kind.axes, tuple(indices), filling))
     return drafts
 
 
@@ -103,7 +96,7 @@ def spread_by_shape(
         return shape not in meetings, -gemm_cost(*shape[:2]) * len(members)
 
     for shape, members in sorted(by_shape.items(), key=turn):
-        for chunk, size in _chunks(members, options.max_batch_bytes):
+        for chunk, size in runs_within(members, options.max_batch_bytes):
             room = [number for number in exchanging if filled[number] + size <= options.max_batch_bytes]
             best = min(
                 room, key=lambda number: (number not in meetings.get(shape, ()), cost[number], number), default=None
@@ -147,20 +140,6 @@ def _meetings(parameters: Sequence[ParameterSpec], drafts: Sequence[Draft]) -> d
     for (shape, _), counts in exchanged.items():
         meetings.setdefault(shape, set()).add(min(counts, key=lambda number: (-counts[number], number)))
     return meetings
-
-
-def _chunks(members: Iterable[tuple[int, int]], max_bytes: int) -> Iterable[tuple[list[int], int]]:
-    """Cut (index, size) members into runs of at most ``max_bytes``."""
-    chunk: list[int] = []
-    total = 0
-    for index, size in members:
-        if chunk and total + size > max_bytes:
-            yield chunk, total
-            chunk, total = [], 0
-        chunk.append(index)
-        total += size
-    if chunk:
-        yield chunk, total
 
 
 def local_batch_bytes(spec: ParameterSpec, rank: int, options: PlanOptions) -> int:

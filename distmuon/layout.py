@@ -40,7 +40,8 @@ class Layout:
             own = meeting.ranks.index(self._rank)
             owned = [matrix for matrix, owner in zip(meeting.matrices, meeting.owners, strict=True) if owner == own]
         whole = {matrix: offset for index in members for matrix, offset in self._held_whole(index)}
-        stacked = [matrix for matrix in whole if self._options.by_shape and not self._too_large(matrix)]
+        stackable = {index for index in members if self._options.by_shape and not self._too_large(index)}
+        stacked = [matrix for matrix in whole if matrix.parameter in stackable]
         in_work = sorted(owned + stacked, key=self._shape) if self._options.by_shape else owned
         offsets = itertools.accumulate((matrix.numel for matrix in in_work), initial=0)
         work = dict(zip(in_work, offsets, strict=False))
@@ -138,9 +139,9 @@ class Layout:
             return math.inf
         return self._options.max_batch_bytes // self._options.batch_bytes(matrix.rows, matrix.cols)
 
-    def _too_large(self, matrix: Matrix) -> bool:
-        """Whether the matrices of its parameter on this rank are too large to be stacked with others."""
-        size = local_batch_bytes(self._parameters[matrix.parameter], self._rank, self._options)
+    def _too_large(self, index: int) -> bool:
+        """Whether the matrices of a parameter on this rank are too large to be stacked with others."""
+        size = local_batch_bytes(self._parameters[index], self._rank, self._options)
         return size > self._options.max_batch_bytes
 
     def _shape(self, matrix: Matrix) -> Shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,15 @@ MOMENTUM_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 #: Replicas share the work where that saves so many FLOPs for each byte that it sends in addition: what a GPU of 400
 #: TFLOP/s does while a network of 50 GB/s moves a byte.
 FLOPS_PER_BYTE = 8_000
+
+
+class ExchangeKind(NamedTuple):
+    """What parameters must share to be exchanged together: mesh, exchange axes and dtype."""
+
+    mesh_shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    axes: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,13 @@ class PlanOptions:
         """The mesh axes along which its matrices are exchanged: those that cut some of them, and those that share."""
         cut = {axis for axes in spec.cut_axes for axis in axes}
         return tuple(sorted(cut.union(spec.replica_axes if self.shares(spec) else ())))
+
+    def exchange_kind(self, spec: ParameterSpec) -> ExchangeKind | None:
+        """With what a parameter can share an exchange; None if it needs none."""
+        axes = self.exchange_axes(spec)
+        if not axes or spec.storage is None:
+            return None
+        return ExchangeKind(spec.storage.mesh_shape, spec.storage.ranks, axes, spec.dtype)
 
     def exchanged(self, spec: ParameterSpec) -> tuple[bool, ...]:
         """Which matrices of a slice take part in the exchange; the others are orthogonalised where they lie."""

@@ -17,9 +17,13 @@ LAUNCH_COST = 200_000_000
 #: Launches of a batch, and of a worker that has anything: unpack and repack.
 BATCH_LAUNCHES, WORKER_LAUNCHES = 30, 2
 
-
 #: Jobs that only some workers may have, and these.
 Holders = Mapping[int, Sequence[int]]
+
+
+def bound(costs: Sequence[int], workers: int) -> float:
+    """What no assignment of jobs of these costs can beat: max(mean of the workers, largest job)."""
+    return max(sum(costs) / workers, max(costs, default=0))
 
 
 def longest_first(costs: Sequence[int], totals: list[int], *, holders: Holders | None = None) -> list[int]:
@@ -63,7 +67,7 @@ def even(
     loads = list(fixed)
     owners = _spread(jobs, costs, loads, totals)
     met_loads = list(fixed)
-    limit = IMBALANCE * max(sum(costs) / len(totals), max(costs, default=0))
+    limit = IMBALANCE * bound(costs, len(totals))
     met = _together(jobs, costs, shapes, free, met_loads, totals, limit)
     if met is not None:
         saved = (launches(owners, shapes, free) - launches(met, shapes, free)) / len(totals)

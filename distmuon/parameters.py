@@ -75,11 +75,11 @@ def describe(
                 raise TypeError(f"parameter {name!r} is {parameter.dtype}: give bfloat16, float32 or float64 matrices")
             shape = tuple(parameter.shape)
             rows = matrix_rows(name, shape, group["row_blocks"])
-            dtype = momentum_dtype or parameter.dtype
             try:
-                specs[name] = ParameterSpec(name, shape, dtype, rows, _storage(parameter, process_group), number)
+                storage = _storage(parameter, process_group)
             except ValueError as refused:
                 raise ValueError(f"parameter {name!r}: {refused}") from None
+            specs[name] = ParameterSpec(name, shape, momentum_dtype or parameter.dtype, rows, storage, number)
     return tuple(specs.values())
 
 

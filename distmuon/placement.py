@@ -11,7 +11,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -399,3 +399,8 @@ class ParameterSpec:
         one.
         """
         return dim + len(self.shape) - 3
+
+
+def ranks_of(parameters: Iterable[ParameterSpec]) -> list[int]:
+    """All ranks that hold one of the parameters on meshes, sorted."""
+    return sorted({rank for spec in parameters if spec.storage for rank in spec.storage.ranks})

@@ -17,7 +17,7 @@ from distmuon.drafts import Draft, draft_stages, spread_by_shape
 from distmuon.layout import Layout
 from distmuon.newton_schulz.costs import gemm_flops
 from distmuon.options import PlanOptions
-from distmuon.placement import ROWS, ParameterSpec
+from distmuon.placement import ROWS, ParameterSpec, ranks_of
 from distmuon.richtext import Shown
 from distmuon.schedule import Piece, Stage
 
@@ -50,8 +50,7 @@ class Plan(Shown):
 
     def ranks(self) -> tuple[int, ...]:
         """All ranks that hold a parameter of this plan."""
-        everyone = {rank for spec in self.parameters if spec.storage for rank in spec.storage.ranks}
-        return tuple(sorted(everyone)) or (self.rank,)
+        return tuple(ranks_of(self.parameters)) or (self.rank,)
 
     def report(self, ranks: Iterable[int] | None = None, *, ns_steps: int = 5) -> list[dict[str, Any]]:
         """One row a bucket and rank.
@@ -71,29 +70,19 @@ class Plan(Shown):
         rows: list[dict[str, Any]] = []
         for rank in self.ranks() if ranks is None else ranks:
             plan = self if rank == self.rank else plan_step(self.parameters, rank, self.options)
-            rows.extend(plan._row(stage, ns_steps) for stage in plan.stages)
+            rows.extend(plan._row(stage, ns_steps) | plan._replicas(stage, ns_steps) for stage in plan.stages)
         return rows
 
     def _row(self, stage: Stage, ns_steps: int) -> dict[str, Any]:
         exchange = stage.exchange
         imbalance, to_bound = exchange.imbalance() if exchange else (1.0, 1.0)
         updates = sum(self.parameters[index].local_bytes(self.rank) for index in stage.parameters)
-        flops, sent = self._gemm_flops(stage, ns_steps), exchange.sent_bytes(self.rank) if exchange else 0
-        replicas, flops_otherwise, sent_otherwise = "none", flops, sent
-        specs = [self.parameters[index] for index in stage.parameters]
-        if replicated := [spec for spec in specs if spec.replica_axes]:
-            shared = self.options.shares(replicated[0])
-            replicas = "shared" if shared else "repeated"
-            options = replace(self.options, buckets=None, share_replicas=not shared)
-            other = plan_step(specs, self.rank, options)
-            flops_otherwise = sum(other._gemm_flops(each, ns_steps) for each in other.stages)
-            sent_otherwise = sum(each.exchange.sent_bytes(self.rank) for each in other.stages if each.exchange)
         return {
             "bucket": stage.name,
             "rank": self.rank,
             "matrices": sum(batch.matrices for batch in stage.batches),
-            "gemm_flops": flops,
-            "sent_bytes": sent,
+            "gemm_flops": self._gemm_flops([stage], ns_steps),
+            "sent_bytes": self._sent_bytes([stage]),
             "received_bytes": exchange.received_bytes(self.rank) if exchange else 0,
             "collectives": len(exchange.ways) if exchange else 0,
             "imbalance": imbalance,
@@ -101,18 +90,30 @@ class Plan(Shown):
             "buffer_bytes": updates
             + stage.work_bytes
             + (exchange.holder_bytes + exchange.owner_bytes if exchange else 0),
+        }
+
+    def _replicas(self, stage: Stage, ns_steps: int) -> dict[str, Any]:
+        """The columns of a row that compare with the other way round, for which the bucket is planned anew."""
+        specs = [self.parameters[index] for index in stage.parameters]
+        replicas, other = "none", self
+        stages: tuple[Stage, ...] = (stage,)
+        if replicated := [spec for spec in specs if spec.replica_axes]:
+            shared = self.options.shares(replicated[0])
+            replicas = "shared" if shared else "repeated"
+            other = plan_step(specs, self.rank, replace(self.options, buckets=None, share_replicas=not shared))
+            stages = other.stages
+        return {
             "replicas": replicas,
-            "gemm_flops_otherwise": flops_otherwise,
-            "sent_bytes_otherwise": sent_otherwise,
+            "gemm_flops_otherwise": other._gemm_flops(stages, ns_steps),
+            "sent_bytes_otherwise": other._sent_bytes(stages),
         }
 
     def _line(self) -> str:
         batches = [batch for stage in self.stages for batch in stage.batches]
-        sent = sum(stage.exchange.sent_bytes(self.rank) for stage in self.stages if stage.exchange)
         return (
             f"rank {self.rank} of {len(self.ranks())}, {self.options.variant.name}: {len(self.parameters)} parameters "
             f"in {len(self.stages)} buckets, {sum(batch.matrices for batch in batches)} matrices to orthogonalise, "
-            f"{sent:,} bytes to send"
+            f"{self._sent_bytes(self.stages):,} bytes to send"
         )
 
     def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
@@ -129,11 +130,15 @@ class Plan(Shown):
             for row in rows
         ]
 
-    def _gemm_flops(self, stage: Stage, ns_steps: int) -> int:
+    def _gemm_flops(self, stages: Iterable[Stage], ns_steps: int) -> int:
         return sum(
             batch.matrices * gemm_flops(batch.rows, batch.cols, ns_steps, self.options.ns_algorithm)
+            for stage in stages
             for batch in stage.batches
         )
+
+    def _sent_bytes(self, stages: Iterable[Stage]) -> int:
+        return sum(stage.exchange.sent_bytes(self.rank) for stage in stages if stage.exchange)
 
 
 def plan_step(parameters: Iterable[ParameterSpec], rank: int, options: PlanOptions | None = None) -> Plan:

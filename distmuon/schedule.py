@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from distmuon.matrices import Matrix
+from distmuon.owners import bound
 from distmuon.places import Place
 
 
@@ -159,8 +160,7 @@ class Exchange:
             loads[owner] += cost
         if not costs:
             return 1.0, 1.0
-        mean = sum(costs) / len(self.ranks)
-        return max(loads) / mean, max(loads) / max(mean, *costs)
+        return max(loads) / (sum(costs) / len(self.ranks)), max(loads) / bound(costs, len(self.ranks))
 
     def sent_bytes(self, rank: int) -> int:
         """Bytes that ``rank`` sends to others in a step, both ways."""

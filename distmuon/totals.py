@@ -17,7 +17,8 @@ from distmuon.assignment import Round, assign, whole_costs
 from distmuon.drafts import Draft
 from distmuon.matrices import Matrix
 from distmuon.options import PlanOptions
-from distmuon.placement import BATCH, ParameterSpec, Storage, dim_runs, regions, replicas_of, within
+from distmuon.owners import bound
+from distmuon.placement import BATCH, ParameterSpec, Storage, dim_runs, ranks_of, regions, replicas_of, within
 from distmuon.plan import make_drafts
 from distmuon.richtext import Shown
 
@@ -120,7 +121,7 @@ def step_totals(parameters: Iterable[ParameterSpec], options: PlanOptions | None
     """
     parameters = tuple(parameters)
     options = options or PlanOptions()
-    ranks = sorted({rank for spec in parameters if spec.storage for rank in spec.storage.ranks})
+    ranks = ranks_of(parameters)
     if plain := next((spec.name for spec in parameters if spec.storage is None), None):
         raise ValueError(f"parameter {plain!r} is a plain tensor: totals over ranks need a mesh")
     position = {rank: index for index, rank in enumerate(ranks)}
@@ -144,8 +145,8 @@ def step_totals(parameters: Iterable[ParameterSpec], options: PlanOptions | None
         for group, meeting in zip(groups, rounds.values(), strict=True):
             _add_round(counts, group, parameters, draft, meeting, options)
         arrays = {each.name: getattr(counts, each.name) for each in fields(counts) if each.name != "size"}
-        bound = tuple(_bound(meeting) for meeting in rounds.values())
-        stages.append(StageTotals(draft.name, tuple(groups), bound, **arrays))
+        bounds = [bound([m.cost for m in meeting.matrices], len(meeting.ranks)) for meeting in rounds.values()]
+        stages.append(StageTotals(draft.name, tuple(groups), tuple(bounds), **arrays))
     return StepTotals(tuple(ranks), tuple(stages))
 
 
@@ -229,8 +230,3 @@ def _stored(shape: tuple[int, ...], storage: Storage) -> Counts:
             held[run.holder] += run.stop - run.start
         numel *= held.reshape(lengths)
     return numel.ravel()
-
-
-def _bound(meeting: Round) -> float:
-    costs = [matrix.cost for matrix in meeting.matrices]
-    return max(sum(costs) / len(meeting.ranks), *costs) if costs else 0.0

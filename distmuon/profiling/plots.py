@@ -17,9 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from distmuon.profiling.noise import Change
-from distmuon.profiling.style import INK as _INK
-from distmuon.profiling.style import VARIANTS as _VARIANTS
-from distmuon.profiling.style import axes as _axes
+from distmuon.profiling.style import INK, VARIANTS, axes
 from distmuon.profiling.tables import SOURCE_GROUPS
 from distmuon.ranges import PHASES
 
@@ -45,8 +43,8 @@ def copies_and_launches(sources: pd.DataFrame) -> Figure:
         sources: ``variant``, ``source``, ``async_copies``, ``launches``: means a rank and step.
     """
     variants = list(dict.fromkeys(sources["variant"]))
-    figure, axes = _axes(rows=2, height=1.5 + 1.1 * len(variants))
-    for axis, (value, label) in zip(axes, [("async_copies", "async copies"), ("launches", "launches")], strict=True):
+    figure, panels = axes(rows=2, height=1.5 + 1.1 * len(variants))
+    for axis, (value, label) in zip(panels, [("async_copies", "async copies"), ("launches", "launches")], strict=True):
         left = dict.fromkeys(variants, 0.0)
         for (group, members), colour in zip(SOURCE_GROUPS.items(), _SOURCE_COLOURS, strict=True):
             for position, variant in enumerate(variants):
@@ -58,7 +56,7 @@ def copies_and_launches(sources: pd.DataFrame) -> Figure:
                 left[variant] += width
         largest = max(left.values())
         for position, variant in enumerate(variants):
-            axis.text(left[variant] + 0.01 * largest, position, f"{left[variant]:,g}", va="center", color=_INK)
+            axis.text(left[variant] + 0.01 * largest, position, f"{left[variant]:,g}", va="center", color=INK)
         axis.set(xlim=(0, 1.1 * largest), xlabel=f"{label} a rank and step")
         axis.set_yticks(range(len(variants)), variants)
         axis.invert_yaxis()
@@ -77,14 +75,14 @@ def spans(steps: pd.DataFrame, changes: Mapping[str, Change]) -> Figure:
     """
     variants = list(dict.fromkeys(steps["variant"]))
     spans = [name for name in ("cpu_span_ms", "gpu_span_ms") if steps[name].notna().any()]
-    figure, axes = _axes(columns=len(spans) + 1, height=3.4, width_ratios=[2] * len(spans) + [1])
-    for axis, span in zip(axes, spans, strict=False):
+    figure, panels = axes(columns=len(spans) + 1, height=3.4, width_ratios=[2] * len(spans) + [1])
+    for axis, span in zip(panels, spans, strict=False):
         for position, variant in enumerate(variants):
             offset = (position - (len(variants) - 1) / 2) * 0.25
             values = steps[steps["variant"] == variant].groupby("rank")[span]
             centre = values.mean()
             reach = [centre - values.min(), values.max() - centre]
-            colour, marker, _ = _VARIANTS[position % len(_VARIANTS)]
+            colour, marker, _ = VARIANTS[position % len(VARIANTS)]
             axis.errorbar(
                 centre.index + offset,
                 centre,
@@ -100,7 +98,7 @@ def spans(steps: pd.DataFrame, changes: Mapping[str, Change]) -> Figure:
         axis.set(ylim=(0, 1.08 * steps[span].max()), ylabel=f"{span[:3].upper()} span of the step (ms)", xlabel="rank")
         axis.set_xticks(ranks, [str(rank) for rank in ranks])
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(variants), frameon=False)
-    _changes(axes[-1], variants, changes)
+    _changes(panels[-1], variants, changes)
     return figure
 
 
@@ -113,7 +111,7 @@ def timeline(step: pd.DataFrame) -> Figure:
         step: events of one variant, repeat and step, of all ranks.
     """
     ranks = sorted(step["rank"].unique())
-    figure, (axis,) = _axes(height=1.4 + 0.75 * len(ranks))
+    figure, (axis,) = axes(height=1.4 + 0.75 * len(ranks))
     start = step[step["kind"] == "optimizer"]["start_us"].min()
     for position, rank in enumerate(ranks):
         mine = step[step["rank"] == rank]
@@ -133,7 +131,7 @@ def timeline(step: pd.DataFrame) -> Figure:
     axis.set_yticks([place for place, _ in lanes], [text for _, text in lanes])
     named = [(_PHASE_COLOURS[name], name) for name in PHASES]
     named += [(_WAITING, "exchange: waiting"), (_TRANSFER, "exchange: transfer")]
-    handles = [Patch(facecolor=colour, edgecolor=_INK, linewidth=0.4, label=label) for colour, label in named]
+    handles = [Patch(facecolor=colour, edgecolor=INK, linewidth=0.4, label=label) for colour, label in named]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
     return figure
 
@@ -146,21 +144,21 @@ def training(rows: pd.DataFrame) -> Figure:
     """
     variants = list(dict.fromkeys(rows["variant"]))
     ranks = sorted(rows["rank"].unique())
-    figure, axes = _axes(columns=2, height=3.2)
+    figure, panels = axes(columns=2, height=3.2)
     labels = {"loss": "loss (nats a token)", "grad_norm": "gradient norm"}
-    for axis, (value, label) in zip(axes, labels.items(), strict=True):
+    for axis, (value, label) in zip(panels, labels.items(), strict=True):
         for position, variant in enumerate(variants):
             mine = rows[rows["variant"] == variant]
-            colour, _, line = _VARIANTS[position % len(_VARIANTS)]
+            colour, _, line = VARIANTS[position % len(VARIANTS)]
             means = mine.groupby("step")[value].mean()
             axis.plot(means.index, means, line, color=colour, linewidth=2 if position else 4, label=variant)
         for size, rank in enumerate(ranks):
             mine = rows[rows["rank"] == rank]
             ring: dict[str, Any] = {"markersize": 4 + 3 * size, "markerfacecolor": "none", "markeredgewidth": 0.7}
-            axis.plot(mine["step"], mine[value], "o", color=_INK, label=f"rank {rank}", **ring)
+            axis.plot(mine["step"], mine[value], "o", color=INK, label=f"rank {rank}", **ring)
         axis.set(xlabel="step", ylabel=label)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes[0].legend(frameon=False, fontsize=8, ncols=2)
+    panels[0].legend(frameon=False, fontsize=8, ncols=2)
     return figure
 
 
@@ -172,7 +170,7 @@ def waterfall(sources: pd.DataFrame) -> Figure:
     """
     table = sources.set_index("switch")[list(SOURCE_GROUPS)].T
     names = list(table.columns)
-    figure, (axis,) = _axes(height=1.4 + 0.48 * (len(names) + 1))
+    figure, (axis,) = axes(height=1.4 + 0.48 * (len(names) + 1))
     colours = dict(zip(SOURCE_GROUPS, _SOURCE_COLOURS, strict=True))
     style: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6}
     largest = table.sum().max()
@@ -192,16 +190,16 @@ def waterfall(sources: pd.DataFrame) -> Figure:
         for group, width in change.clip(lower=0).items():
             axis.barh(position + 0.4, width, left=low, height=0.12, color=colours[str(group)], hatch="////", **style)
             low += width
-        axis.plot([table[before].sum()] * 2, [position - 0.7, position + 0.3], color=_INK, linewidth=0.6)
+        axis.plot([table[before].sum()] * 2, [position - 0.7, position + 0.3], color=INK, linewidth=0.6)
         text = f"{change.sum():+,g}" if change.any() else "none"
-        axis.text(table[before].sum() + 0.01 * largest, position, text, va="center", color=_INK)
+        axis.text(table[before].sum() + 0.01 * largest, position, text, va="center", color=INK)
     for position, name in ((0, names[0]), (len(names), names[-1])):
-        axis.text(table[name].sum() + 0.01 * largest, position, f"{table[name].sum():,g}", va="center", color=_INK)
+        axis.text(table[name].sum() + 0.01 * largest, position, f"{table[name].sum():,g}", va="center", color=INK)
     axis.set(xlim=(0, 1.1 * largest), xlabel="launches a rank and step")
     axis.set_yticks(range(len(names) + 1), [*names, "what is left"])
     axis.invert_yaxis()
     handles = [Patch(color=colour, label=group) for group, colour in colours.items()]
-    handles.append(Patch(facecolor="white", edgecolor=_INK, hatch="////", label="thin: added"))
+    handles.append(Patch(facecolor="white", edgecolor=INK, hatch="////", label="thin: added"))
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
     return figure
 
@@ -214,11 +212,11 @@ def time_changes(changes: pd.DataFrame) -> Figure:
     """
     kinds = list(dict.fromkeys(changes["kind"]))
     names = list(dict.fromkeys(changes["label"]))
-    figure, axes = _axes(columns=len(kinds), height=0.9 + 0.36 * len(names))
-    for panel, (axis, kind) in enumerate(zip(axes, kinds, strict=True)):
-        axis.axvline(0, color=_INK, linewidth=0.8)
+    figure, panels = axes(columns=len(kinds), height=0.9 + 0.36 * len(names))
+    for panel, (axis, kind) in enumerate(zip(panels, kinds, strict=True)):
+        axis.axvline(0, color=INK, linewidth=0.8)
         for position, row in enumerate(changes[changes["kind"] == kind].itertuples()):
-            colour, marker, _ = _VARIANTS[position % len(_VARIANTS)]
+            colour, marker, _ = VARIANTS[position % len(VARIANTS)]
             median, low, high = (100 * value for value in (row.median, row.low, row.high))
             reach = [[median - low], [high - median]]
             axis.errorbar([median], [position], xerr=reach, fmt=marker, color=colour, capsize=4)
@@ -235,13 +233,13 @@ def copies_sweep(sweep: pd.DataFrame) -> Figure:
     Args:
         sweep: as of :func:`distmuon.profiling.sweep.sweep_copies`.
     """
-    figure, (times, launches) = _axes(columns=2, height=3.6, width_ratios=[3, 2])
+    figure, (times, launches) = axes(columns=2, height=3.6, width_ratios=[3, 2])
     counts = sorted(sweep["regions"].unique())
-    times.axhline(0, color=_INK, linewidth=0.8)
+    times.axhline(0, color=INK, linewidth=0.8)
     for position, count in enumerate(counts):
         mine = sweep[sweep["regions"] == count]
         shade = 0.75 * (1 - (position + 1) / len(counts))
-        _, marker, _ = _VARIANTS[position % len(_VARIANTS)]
+        _, marker, _ = VARIANTS[position % len(VARIANTS)]
         times.errorbar(
             mine["region_bytes"] / 1024,
             100 * mine["change"],
@@ -262,7 +260,7 @@ def copies_sweep(sweep: pd.DataFrame) -> Figure:
     )
     times.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     times.legend(frameon=False, fontsize=8.5, ncols=2)
-    (single, _, line), (batched, _, dashes) = _VARIANTS[:2]
+    (single, _, line), (batched, _, dashes) = VARIANTS[:2]
     launches.plot(counts, counts, line, color=single, label="a copy_ each")
     mine = sweep[sweep["region_bytes"] == sweep["region_bytes"].min()]
     launches.plot(
@@ -285,7 +283,7 @@ def typical_step(events: pd.DataFrame, variant: str) -> pd.DataFrame:
 
 def _bars(axis: Axes, rows: pd.DataFrame, start_us: float, bottom: float, height: float, colour: str) -> None:
     spans = list(zip((rows["start_us"] - start_us) / 1e3, rows["duration_us"] / 1e3, strict=True))
-    axis.broken_barh(spans, (bottom, height), facecolors=colour, edgecolors=_INK, linewidth=0.3)
+    axis.broken_barh(spans, (bottom, height), facecolors=colour, edgecolors=INK, linewidth=0.3)
 
 
 def _lanes(rank: int) -> list[tuple[float, str]]:
@@ -294,13 +292,13 @@ def _lanes(rank: int) -> list[tuple[float, str]]:
 
 def _changes(axis: Axes, variants: Sequence[str], changes: Mapping[str, Change]) -> None:
     """The median change of each variant after the first, with its interval, in per cent."""
-    axis.axhline(0, color=_INK, linewidth=0.8)
+    axis.axhline(0, color=INK, linewidth=0.8)
     largest = 1.0
     for position, variant in enumerate(variants[1:], start=1):
         median, low, high = (
             100 * value for value in (changes[variant].median, changes[variant].low, changes[variant].high)
         )
-        colour, marker, _ = _VARIANTS[position % len(_VARIANTS)]
+        colour, marker, _ = VARIANTS[position % len(VARIANTS)]
         axis.errorbar([position], [median], [[median - low], [high - median]], fmt=marker, color=colour, capsize=6)
         largest = max(largest, abs(low), abs(high))
     axis.set(xlim=(0.4, len(variants) - 0.4), ylim=(-1.15 * largest, 1.15 * largest))

@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distmuon.names import choose
 from distmuon.newton_schulz import NS_ALGORITHMS
+from distmuon.profiling.asked import Asked
 from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.counting import count_launches
 from distmuon.profiling.devices import DEVICES, NS_DTYPES, local_ranks, newton_schulz_dtype, rank_device
@@ -39,7 +40,7 @@ from distmuon.workloads.training import Trainer
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Asked):
     """What to profile.
 
     Args:
@@ -84,22 +85,11 @@ class Settings:
             Contestant(variant)
         if not self.variants or len(set(self.variants)) < len(self.variants):
             raise ValueError(f"variants must be one or more, each once, not {list(self.variants)}")
-        for name, least in [("steps", 1), ("repeats", 1), ("warmup", 0), ("tokens", 1)]:
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}")
+        self._refuse_less({"steps": 1, "repeats": 1, "warmup": 0, "tokens": 1})
         choose("device", self.device, DEVICES)
         choose("ns_dtype", self.ns_dtype, NS_DTYPES)
         choose("buckets", self.buckets, BUCKETS)
         choose("ns_algorithm", self.ns_algorithm, NS_ALGORITHMS)
-
-    def to_json(self) -> str:
-        """As one line of JSON, for :meth:`from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Settings:
-        """What :meth:`to_json` wrote."""
-        return cls(**json.loads(text))
 
 
 def profile_rank(settings: Settings, folder: Path, command: str, *, own_log: bool = False) -> None:

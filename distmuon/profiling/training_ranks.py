@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from distmuon import checkpoint
 from distmuon.buffers import peak_bytes
 from distmuon.matrices import matrix_rows
 from distmuon.names import choose
+from distmuon.profiling.asked import Asked
 from distmuon.profiling.devices import DEVICES, newton_schulz_dtype, rank_device
 from distmuon.profiling.launch import run_as_rank
 from distmuon.profiling.orthogonality import departure
@@ -41,7 +42,7 @@ RESULTS = "results.json"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Asked):
     """What to train.
 
     Args:
@@ -85,24 +86,13 @@ class Settings:
         names = [spec.name for spec in muon_parameters(workload, ranks=self.ranks, ep=self.ep)]
         for weight in self.weights:
             choose("weight", weight, names)
-        for name, least in [("steps", 4), ("tokens", 1), ("every", 1), ("lr", 0), ("adamw_lr", 0)]:
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}")
+        self._refuse_less({"steps": 4, "tokens": 1, "every": 1, "lr": 0, "adamw_lr": 0})
         choose("device", self.device, DEVICES)
 
     @property
     def resume_at(self) -> int:
         """The step before which the checkpoint is written."""
         return self.steps // 2
-
-    def to_json(self) -> str:
-        """As one line of JSON, for :meth:`from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Settings:
-        """What :meth:`to_json` wrote."""
-        return cls(**json.loads(text))
 
 
 class _Course:

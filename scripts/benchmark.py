@@ -7,9 +7,9 @@ tensors. Memory is the peak of the whole process, importing torch included. The 
 with every side of the matrices divided by 16, variants in turn; peak buffers are those of the rank with most, from the
 plan: packed and work buffers, and the updates under way. Counts are means over the ranks of kimi-debug.
 
-The time of a whole step is that of real ranks, minutes each:
+The time of a whole step is that of four real ranks, in a profile whose files stay under runs/; it takes minutes:
 
-    python scripts/profile_step.py --variant baseline --variant fused --variant fused+buckets=auto
+    python scripts/benchmark.py --step-time
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from distmuon.plan import plan_step
 from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.counting import count_launches
 from distmuon.profiling.host import measure_host
-from distmuon.profiling.noise import paired_change
+from distmuon.profiling.noise import Change, paired_change
+from distmuon.profiling.run import profile
+from distmuon.profiling.session import Settings
+from distmuon.profiling.tables import change_of
 from distmuon.workloads import get_workload
 from distmuon.workloads.storage import PUBLISHED_BUCKETS, muon_parameters, plan_for
 
@@ -73,10 +76,16 @@ def peak_buffer_bytes(workload: str, contestant: str) -> int:
 
 def main() -> None:
     """Measure and print."""
-    Parser(__doc__).parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("--step-time", action="store_true", help="time steps of kimi-debug on four real ranks, too")
+    step_time = parser.parse_args().step_time
 
     def show(what: str, figure: float, unit: str, digits: int = 1) -> None:
         print(f"{what:<64}{figure:>10,.{digits}f} {unit}".rstrip(), flush=True)
+
+    def show_change(what: str, change: Change) -> None:
+        ends = f"times {CONTESTANTS[0]} ({1 + change.low:.2f} to {1 + change.high:.2f}): {change.verdict}"
+        show(what, 1 + change.median, ends, 2)
 
     for name in ("kimi-debug", "moonlight-16b"):
         show(f"plan one rank of {name} on {get_workload(name).default_ranks}", planning_seconds(name) * 1e3, "ms")
@@ -90,9 +99,7 @@ def main() -> None:
     show(f"host side of a step, {baseline.contestant}", baseline.median_ms, "ms", 2)
     show("  operators dispatched (and views)", baseline.without_views, f"({baseline.views:,})", 0)
     for each in others:
-        change = paired_change(baseline.times_ms, each.times_ms)
-        ends = f"times {baseline.contestant} ({1 + change.low:.2f} to {1 + change.high:.2f})"
-        show(f"host side of a step, {each.contestant}", 1 + change.median, ends, 2)
+        show_change(f"host side of a step, {each.contestant}", paired_change(baseline.times_ms, each.times_ms))
         show("  operators dispatched (and views)", each.without_views, f"({each.views:,})", 0)
 
     print(f"{'a step of kimi-debug':<54}" + "".join(f"{name:>14}" for name in COUNTS.values()))
@@ -109,6 +116,11 @@ def main() -> None:
         for text, held in peaks.items():
             above = (held - peaks[CONTESTANTS[0]]) / 2**20
             show(f"peak buffers a rank of {name}, {text}", held / 2**20, f"MiB ({above:+,.1f})")
+
+    if step_time and (run := profile(Settings(variants=CONTESTANTS, steps=4, repeats=3))):
+        for text in CONTESTANTS[1:]:
+            if change := change_of(run, text, "cpu_span_ms"):
+                show_change(f"step on four ranks, {text}", change)
 
 
 if __name__ == "__main__":

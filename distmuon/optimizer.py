@@ -17,8 +17,9 @@ from distmuon.gradients import GradientAgreement, GradientPolicy, checked_gradie
 from distmuon.matrices import RowBlocks
 from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients
 from distmuon.options import Patterns, PlanOptions
-from distmuon.parameters import claims, describe, find_groups, local, names_of, one_device, settle_row_blocks
+from distmuon.parameters import claims, describe, local, names_of, one_device, settle_row_blocks
 from distmuon.plan import Plan, plan_step
+from distmuon.process_groups import find_groups
 from distmuon.settings import Settings, group_settings, refuse_unknown_keys
 from distmuon.state import loading
 from distmuon.step import LocalParameter, StepRunner
@@ -118,7 +119,6 @@ class DistMuon(torch.optim.Optimizer):
         )
         self._make_policy = partial(GradientPolicy, missing_gradients, non_finite, capturable)
         self._process_group = process_group
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._row_blocks = row_blocks
         self._plan: Plan | None = None
         self.skipped_steps = 0
@@ -219,7 +219,7 @@ class DistMuon(torch.optim.Optimizer):
         """Also of a copy, which plans anew: copying is collective, as construction is."""
         super().__setstate__(state)
         if "_plan" not in self.__dict__:
-            self._process_group, self._groups, self._given = None, {}, set()
+            self._process_group, self._given = None, set()
             self._host = host_group() if dist.is_initialized() else None
             self._set_up()
 
@@ -251,8 +251,8 @@ class DistMuon(torch.optim.Optimizer):
             error = found
         self._agree({} if error else claimed, error)
         self._plan = plan
-        find_groups(plan, parameters, self._process_group, self._groups)
-        self._runner = StepRunner(plan, buffers, Exchanger(plan, self._groups, buffers, device))
+        groups = find_groups(plan, parameters, self._process_group, self._host)
+        self._runner = StepRunner(plan, buffers, Exchanger(plan, groups, buffers, device))
         self._agreement = GradientAgreement(policy, specs, rank, self._host) if policy.needs_agreement else None
 
     def _agree(self, claimed: Claims, error: Exception | None) -> None:

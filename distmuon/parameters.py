@@ -1,4 +1,4 @@
-"""The parameters of an optimizer as a plan takes them: described and checked, and the process groups they lie on."""
+"""The parameters of an optimizer as a plan takes them, described and checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from distmuon.agreement import Claims
@@ -18,7 +17,6 @@ from distmuon.gradients import GradientPolicy
 from distmuon.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
 from distmuon.options import PlanOptions
 from distmuon.placement import ParameterSpec, Storage
-from distmuon.plan import Plan
 from distmuon.settings import Settings
 
 Group = dict[str, Any]
@@ -125,32 +123,6 @@ def one_device(parameters: Iterable[Tensor], names: Iterable[Iterable[str]]) -> 
     return next(iter(devices))
 
 
-def find_groups(
-    plan: Plan,
-    parameters: Sequence[Tensor],
-    process_group: dist.ProcessGroup | None,
-    groups: dict[tuple[int, ...], dist.ProcessGroup],
-) -> None:
-    """Add the process group of each exchange to ``groups``, from the mesh of a parameter that takes part in it.
-
-    Args:
-        plan: of this rank.
-        parameters: in its order.
-        process_group: that of plain ones.
-        groups: by ranks in order; those found before stay.
-    """
-    for spec, parameter in zip(plan.parameters, parameters, strict=True):
-        axes = plan.options.exchange_axes(spec)
-        if not axes or spec.storage is None:
-            continue
-        ranks = tuple(sorted(spec.storage.group(plan.rank, axes)))
-        if ranks not in groups:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            found = _group_of_axes(mesh, axes, ranks) if mesh else process_group
-            assert found is not None
-            groups[ranks] = found
-
-
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of it."""
     # Not to_local(), which makes a view: three a parameter and step are most of what the host does for a small model.
@@ -164,15 +136,3 @@ def _storage(parameter: Tensor, group: dist.ProcessGroup | None) -> Storage | No
         return Storage((len(ranks),), tuple(ranks), (Replicate(),)) if ranks else None
     mesh = parameter.device_mesh
     return Storage(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(parameter.placements))
-
-
-def _group_of_axes(mesh: DeviceMesh, axes: tuple[int, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of ``ranks``, which are those along ``axes``."""
-    if len(axes) == 1:
-        return mesh.get_group(axes[0])
-    if names := mesh.mesh_dim_names:  # a mesh keeps what it flattens, so that the next optimizer finds it
-        part = mesh if len(axes) == mesh.ndim else mesh[tuple(names[axis] for axis in axes)]
-        return part._flatten().get_group()
-    made = dist.new_group(list(ranks), use_local_synchronization=True)
-    assert made is not None
-    return made

@@ -131,7 +131,7 @@ def differing_on_rank(rank: int, ranks: int, cases: Sequence[Case], options: dic
 def differing_shards(rank: int, ranks: int, cases: Sequence[Case], options: dict[str, Any]) -> list[str]:
     """On one rank: whose local shard differs from that of ``torch.optim.Muon``'s whole parameter, in any of the cases.
 
-    For layouts that ``full_tensor`` does not put together again, as uneven shards of shards.
+    Compares what lies where, with nothing put together.
     """
     found = []
     for case in cases:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -231,6 +233,53 @@ def tensor_parallel_model(rank: int, ranks: int) -> list[str]:
 
 def test_a_model_under_fsdp_and_tensor_parallelism(pool):
     assert pool.run(4, tensor_parallel_model) == [[]] * 4
+
+
+def wrong_whole_tensors(rank: int, ranks: int, mesh: tuple[int, ...], placements: tuple[Any, ...]) -> list[str]:
+    """Which tensors torch puts together wrongly, on a mesh on which there is an optimizer.
+
+    Nothing is put together before: torch keeps the way that it has found once.
+    """
+    devices = init_device_mesh("cpu", mesh, mesh_dim_names=("a", "b", "c")[: len(mesh)])
+    tensors = {shape: torch.arange(float(math.prod(shape))).view(shape) for shape in ((5, 7), (5, 3, 7), (6, 5))}
+    placed = {
+        shape: nn.Parameter(distribute_tensor(whole, devices, placements, src_data_rank=None))
+        for shape, whole in tensors.items()
+    }
+    optimizer = DistMuon(placed.values(), lr=0.0, share_replicas=False)
+    for parameter in placed.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return [
+        str(shape) for shape, parameter in placed.items() if not torch.equal(parameter.full_tensor(), tensors[shape])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"), [((2, 2), (Shard(0), Shard(0))), ((2, 2, 2), (Shard(0), Shard(0), Replicate()))]
+)
+def test_whole_tensors_on_a_mesh_are_as_if_there_were_no_optimizer(pool, mesh, placements):
+    """A flattened mesh that torch knows of makes it gather uneven shards of shards as if they were even."""
+    ranks = math.prod(mesh)
+    assert pool.run(ranks, wrong_whole_tensors, mesh, placements) == [[]] * ranks
+
+
+def process_groups(rank: int, ranks: int) -> list[int]:
+    """How many there are before, after the first optimizer, and after the second and a copy of it."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    placements = (Shard(0), Shard(1), Replicate())
+    parameter = nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, placements, src_data_rank=None))
+    counts = [dist.get_pg_count()]
+    for _ in range(2):
+        optimizer = DistMuon([("w", parameter)], share_replicas=False)
+        counts.append(dist.get_pg_count())
+    copy.deepcopy(optimizer)
+    return [*counts, dist.get_pg_count()]
+
+
+def test_optimizers_on_one_mesh_share_their_process_groups(pool):
+    for before, *after in pool.run(8, process_groups):
+        assert after == [before + 2] * 3, "one for each replica"
 
 
 def refused(rank: int, ranks: int, what: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from traces import device, event, launch, write
+from traces import device, event, launch, texts, write
 
 from distmuon.profiling.counting import count_launches
 from distmuon.profiling.device_check import CONTESTANTS, check_rank, profiled_counts, summary, whole_digests
@@ -109,4 +109,5 @@ def test_the_script_needs_nothing_but_torch(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out" / "check" / "check.json").read_text())
     assert [row["contestant"] for row in report["contestants"]] == list(CONTESTANTS)
     assert report["differences"] is None
+    assert not [text for text in texts(report) if "n/a" in text]
     assert {row["bits"] for row in report["contestants"]} == {"first of its arithmetic", "equal to baseline"}

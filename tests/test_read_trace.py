@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from traces import FIGURES, STEP, event, launch, write, write_rank
+from traces import FIGURES, STEP, event, launch, texts, write, write_rank
 
 from distmuon.profiling.trace import Trace
 
@@ -67,6 +67,19 @@ def test_what_cannot_be_told_is_not_available_and_null_in_json(call: Call, tmp_p
     assert [name for name, value in figures.items() if value is None] == [
         "gpu_span_ms", "memcpy", "memset", "kernels", "exposed_collective_ms"
     ]  # fmt: skip
+
+
+def test_side_by_side_too_what_cannot_be_told_is_null_in_json(call: Call, tmp_path: Path) -> None:
+    a = write(tmp_path, STEP, "gpu.json")
+    b = write(tmp_path, [event("user_annotation", "step", 0, 100), event("cpu_op", "aten::mm", 1, 2)], "cpu.json")
+    found = json.loads(call(a, b, "--compare", "--range", "step", "--format", "json")[1])
+    assert not [text for text in texts(found) if "n/a" in text]
+    assert [side["device"] for side in found["sides"]] == ["yes", None]
+    (gemm,) = [row for row in found["operators"] if row["name"] == "gemm"]
+    assert (gemm["calls, A"], gemm["calls, B"], gemm["verdict"]) == (2, None, None)
+    shown = call(a, b, "--compare", "--range", "step")[1]
+    (line,) = [line for line in shown.splitlines() if " gemm " in line]
+    assert line.split()[2:5] == ["n/a", "2.0000", "n/a"]
 
 
 def test_what_traces_lack_is_said_beside_the_figures(call: Call, tmp_path: Path) -> None:

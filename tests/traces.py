@@ -71,6 +71,14 @@ FIGURES = {
 }
 
 
+def texts(document: Any) -> list[str]:
+    """All texts among the values of a JSON document."""
+    if isinstance(document, dict | list):
+        values = document.values() if isinstance(document, dict) else document
+        return [text for value in values for text in texts(value)]
+    return [document] if isinstance(document, str) else []
+
+
 def write(folder: Path, document: Any, name: str = "trace.json") -> Path:
     path = folder / name
     opened = gzip.open if name.endswith(".gz") else open

@@ -14,7 +14,7 @@ from distmuon.profiling.comparison import COPIES, PARTS, SPANS, Comparison, Meas
 from distmuon.profiling.ranks import RankTraces
 
 #: What may become of an operator.
-VERDICTS = ("came", "went", "grew", "shrank", "longer", "shorter", "same", "n/a")
+VERDICTS = ("came", "went", "grew", "shrank", "longer", "shorter", "same")
 
 #: How to write changes as fractions, and times.
 CHANGE, TIME = "{:+.1%}", "{:,.3f}"
@@ -32,7 +32,7 @@ def sides_table(found: Comparison) -> pd.DataFrame:
             "traces": str(Path(*side.path.parts[-2:])) if side.path.is_dir() else side.path.name,
             "ranks": side.ranks,
             "occurrences a rank": len(side.occurrences) / side.ranks,
-            "device": "yes" if side.has_device else "n/a: none recorded",
+            "device": "yes" if side.has_device else None,
         }
         for side in found.sides
     )
@@ -54,7 +54,7 @@ def work_table(found: Comparison) -> pd.DataFrame:
     """Operators on the host, kernels and copies on the device: calls and time an occurrence, on each side.
 
     The verdict says what became of a row: "came", "went", "grew" or "shrank" (in calls), "longer" or "shorter"
-    (as often, but in all of three or more occurrences), "same", "n/a" (a side cannot tell). Rows that vanished are
+    (as often, but in all of three or more occurrences), "same", None (a side cannot tell). Rows that vanished are
     kept. Largest change of time first.
     """
     a, b = (side.work.groupby(["where", "name"])[["calls", "time_ms"]].sum() for side in found.sides)
@@ -164,9 +164,9 @@ def _times_by_occurrence(work: pd.DataFrame) -> dict[tuple[str, str], list[float
     return means.groupby(["where", "name"]).agg(list).to_dict()
 
 
-def _verdict(calls_a: float, calls_b: float, times_a: list[float], times_b: list[float]) -> str:
+def _verdict(calls_a: float, calls_b: float, times_a: list[float], times_b: list[float]) -> str | None:
     if math.isnan(calls_a + calls_b):
-        return "n/a"
+        return None
     if not calls_a or not calls_b:
         return "came" if calls_b else "went"
     if not math.isclose(calls_a, calls_b):

@@ -1,7 +1,7 @@
 """The results of a profile: ``summary.json`` and ``events.parquet`` in the run's folder, and how to read them back.
 
 A summary holds what was asked for, where the figures come from, and for each variant what it counted, how long its
-steps took on each rank, what it trained, and how it compares with the first variant. What cannot be measured is "n/a".
+steps took on each rank, what it trained, and how it compares with the first variant. What cannot be measured is null.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from distmuon.richtext import Shown
 COUNTED = ("async_copies", "launches", "collectives")
 #: Times of a step on one rank, in ms, by their name in the summary.
 TIMES = ("cpu_span_ms", "gpu_span_ms", "exchange_ms", "transfer_ms", "waiting_ms", "exposed_wait_ms")
-NOT_AVAILABLE = "n/a"
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def _variant(
                 "rank": rank,
                 **counts[rank],
                 "sent_bytes": int(exchanges["bytes"].sum()) // len(mine),
-                **{time: NOT_AVAILABLE if mine[time].isna().any() else spread(mine[time].tolist()) for time in TIMES},
+                **{time: None if mine[time].isna().any() else spread(mine[time].tolist()) for time in TIMES},
                 "training": brought.training[name],
                 "digests": brought.digests[name],
             }
@@ -224,11 +223,11 @@ def _counts(events: pd.DataFrame, counted: LaunchCounts) -> tuple[str, list[dict
 def _compare(first: str, name: str, times: pd.DataFrame, ranks: Sequence[RankResults]) -> dict[str, Any]:
     """How a variant differs from the first: times by pairs of steps (means over ranks), what was trained by bits."""
     means = times.groupby(["variant", "repeat", "step"])[["cpu_span_ms", "gpu_span_ms"]].mean()
-    changes = {}
+    changes: dict[str, dict[str, object] | None] = {}
     for span in means:
         before, after = means.loc[first, span], means.loc[name, span]
         known = before.notna().all() and after.notna().all()
-        changes[span] = paired_change(before.tolist(), after.tolist()).to_dict() if known else NOT_AVAILABLE
+        changes[span] = paired_change(before.tolist(), after.tolist()).to_dict() if known else None
     return {
         "compared_with": first,
         **changes,

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from distmuon.profiling.noise import Change
-from distmuon.profiling.results import COUNTED, NOT_AVAILABLE, Run
+from distmuon.profiling.results import COUNTED, Run
 
 #: How to write the columns that are changes.
 CHANGE = "{:+.1%}"
@@ -66,6 +66,7 @@ def published_table(run: Run, published: Mapping[str, Any]) -> pd.DataFrame:
         name, counted = metric["metric"], metric["counted"]
         theirs = [metric[variant] for variant in PUBLISHED_VARIANTS]
         ours = [_figure(run, variant, name) for variant in PUBLISHED_VARIANTS]
+        verdict: str | None
         if not comparable:
             verdict = "another setup"
         elif counted:
@@ -104,7 +105,7 @@ def sources_table(run: Run, published: Mapping[str, Any]) -> pd.DataFrame:
                 if comparable and variant in PUBLISHED_VARIANTS:
                     derived = [entry for entry in published["derivation"] if set(entry["sources"]) <= set(members)]
                     agrees = agrees and ours == sum(entry[variant][value] for entry in derived)
-        rows.append(row | {DERIVED: ("equal" if agrees else "DIFFERS") if comparable else NOT_AVAILABLE})
+        rows.append(row | {DERIVED: ("equal" if agrees else "DIFFERS") if comparable else None})
     table = pd.DataFrame(rows)
     total = {"source": "total", **table.drop(columns=["source", DERIVED]).sum().to_dict(), DERIVED: ""}
     return pd.concat([table, pd.DataFrame([total])], ignore_index=True)
@@ -174,9 +175,7 @@ def equality_table(run: Run) -> pd.DataFrame:
 def change_of(run: Run, variant: str, span: str) -> Change | None:
     """How a span (``cpu_span_ms``, ``gpu_span_ms``) of a variant differs from the first's; None where not measured."""
     change = run.summary["comparisons"][variant][span]
-    return (
-        None if change == NOT_AVAILABLE else Change(**{key: value for key, value in change.items() if key != "verdict"})
-    )
+    return None if change is None else Change(**{key: value for key, value in change.items() if key != "verdict"})
 
 
 def _figure(run: Run, variant: str, metric: str) -> float:
@@ -188,18 +187,18 @@ def _figure(run: Run, variant: str, metric: str) -> float:
     return sum(values) / len(values)
 
 
-def _mean(spread: Mapping[str, Any] | str) -> float:
-    return math.nan if isinstance(spread, str) else spread["mean"]
+def _mean(spread: Mapping[str, Any] | None) -> float:
+    return math.nan if spread is None else spread["mean"]
 
 
 def _change(pair: list[float]) -> float:
     return pair[1] / pair[0] - 1
 
 
-def _time_verdict(run: Run, span: str) -> str:
+def _time_verdict(run: Run, span: str) -> str | None:
     if span == "gpu_span_ms" and run.summary["settings"]["device"] == "cpu":
-        return "n/a: no GPU here"
+        return "no GPU here"
     if run.variants[0] != "baseline":
-        return "n/a: baseline was not the first variant"
+        return "baseline was not the first variant"
     change = change_of(run, "batched", span)
-    return "n/a" if change is None else f"{change.verdict} ({change.low:+.1%} to {change.high:+.1%})"
+    return None if change is None else f"{change.verdict} ({change.low:+.1%} to {change.high:+.1%})"

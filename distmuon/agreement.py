@@ -6,25 +6,53 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 #: For each mesh, by its global ranks, what this rank is about to do with it: (what, value) items in order.
 Claims = Mapping[tuple[int, ...], Sequence[tuple[str, str]]]
 
 
-#: How long ranks wait for one another, which may have a model to load first.
-TIME_LIMIT = timedelta(minutes=10)
-
-
 def host_group() -> dist.ProcessGroup:
     """A group of all ranks that takes host objects: the default group if it serves the CPU, else a gloo group of its
-    own.
+    own with the time-out of that one.
+
+    Raises:
+        RuntimeError: a rank has not come here within the time-out.
     """
     world = dist.group.WORLD
     assert world is not None
-    backends = dist.get_backend_config(world)
-    return dist.new_group(backend="gloo") if "cpu:" not in backends else world
+    if "cpu:" in dist.get_backend_config(world):
+        return world
+    limit = time_out(world)
+    try:
+        return dist.new_group(backend="gloo", timeout=limit)
+    except RuntimeError as error:
+        raise _absence(limit, str(error)) from None
+
+
+def time_out(group: dist.ProcessGroup) -> timedelta:
+    """How long its collectives wait, as ``init_process_group`` or ``new_group`` was told."""
+    # Torch has no public way to ask, and asks so itself; a backend without options waits for what is torch's default.
+    try:
+        return group._get_backend(group._device_types[-1]).options._timeout
+    except (AttributeError, RuntimeError):
+        return default_pg_timeout
+
+
+def refuse(error: Exception) -> NoReturn:
+    """Raise on every rank what this one has found before it could construct an optimizer, as the others now do.
+
+    Collective, as the construction is that it stands for.
+
+    Raises:
+        Exception: ``error``, and on the other ranks a ``ValueError`` that names it.
+    """
+    if dist.is_initialized():
+        agree({}, error, host_group())
+    raise error
 
 
 def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup) -> None:
@@ -39,7 +67,7 @@ def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup) -> 
 
     Raises:
         ValueError: ranks differ, or another rank found an error; names the first difference and the ranks.
-        RuntimeError: a rank has not come here within :data:`TIME_LIMIT`.
+        RuntimeError: a rank has not come here within the time-out of the group.
         Exception: ``error`` itself, on the rank that found it.
     """
     try:
@@ -67,13 +95,21 @@ def _meet(group: dist.ProcessGroup) -> None:
     """Wait until all ranks are here, as far as the backend can say who is not."""
     if dist.get_backend(group) != dist.Backend.GLOO:
         return
+    limit = time_out(group)
     try:
-        dist.monitored_barrier(group, TIME_LIMIT, wait_all_ranks=True)
+        dist.monitored_barrier(group, limit, wait_all_ranks=True)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"not all ranks constructed DistMuon within {TIME_LIMIT}; where torch.distributed is initialized it takes "
-            f"all of them, also those with plain tensors. {error}"
-        ) from None
+        # The first rank hears from all of them; the others hear from it alone, or don't.
+        first = dist.get_rank(group) == 0
+        said = str(error) if first else "Rank 0 is missing, or raised the error that says who is"
+        raise _absence(limit, said) from None
+
+
+def _absence(limit: timedelta, said: str) -> RuntimeError:
+    return RuntimeError(
+        f"not all ranks set up DistMuon within the time-out, {limit}; where torch.distributed is initialized it takes "
+        f"all of them to construct it, to add a group and to copy it, also those with plain tensors. {said}"
+    )
 
 
 def collective_failure(what: str, group: dist.ProcessGroup, error: RuntimeError) -> RuntimeError:

@@ -17,7 +17,7 @@ from distmuon.gradients import GradientAgreement, GradientPolicy, checked_gradie
 from distmuon.matrices import RowBlocks
 from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients
 from distmuon.options import Patterns, PlanOptions
-from distmuon.parameters import claims, describe, local, names_of, one_device, settle_row_blocks
+from distmuon.parameters import claims, describe, local, names_of, one_device, settled_row_blocks
 from distmuon.plan import Plan, plan_step
 from distmuon.process_groups import find_groups
 from distmuon.settings import Settings, group_settings, refuse_unknown_keys
@@ -33,7 +33,7 @@ class DistMuon(torch.optim.Optimizer):
     neither on how it is stored nor on the number of ranks. Where ``torch.distributed`` is initialized construction is
     collective, whatever the parameters: all ranks of the job construct it together, each with the parameters that it
     holds, as pipeline stages do. It raises on all of them if one finds an error, or if ranks that share a mesh were
-    given different parameters or settings, or if a rank does not come.
+    given different parameters or settings, or if a rank does not come within the time-out of the default group.
 
     Args:
         params: parameters, named parameters, or groups (dicts with ``params``, best with named ones, and their own
@@ -73,7 +73,7 @@ class DistMuon(torch.optim.Optimizer):
     Raises:
         ValueError: a setting, parameter, pattern or placement that can't be used, named; or ranks that differ.
         TypeError: a parameter that is not a floating point tensor, or a setting that is not what it should be.
-        RuntimeError: a rank does not construct it, or has no room for its state or buffers.
+        RuntimeError: a rank does not construct it in time, or has no room for its state or buffers.
 
     State is ``momentum_buffer`` for each parameter, from construction, with the parameter's mesh and placements.
     """
@@ -122,8 +122,6 @@ class DistMuon(torch.optim.Optimizer):
         self._row_blocks = row_blocks
         self._plan: Plan | None = None
         self.skipped_steps = 0
-        #: Keys that groups were given.
-        self._given: set[str] = set()
         self._host = host_group() if dist.is_initialized() else None
         defaults = {
             "lr": lr,
@@ -149,14 +147,27 @@ class DistMuon(torch.optim.Optimizer):
         return self._plan
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters and plan anew; collective, as construction is."""
-        if isinstance(param_group, dict):
-            if "params" not in param_group:
-                raise ValueError(f"a parameter group needs 'params'; this one has {', '.join(map(repr, param_group))}")
-            self._given.update(param_group)
-        super().add_param_group(param_group)
-        if self._plan is not None:
-            self._set_up()
+        """Add a group of parameters and plan anew; collective, as construction is.
+
+        Raises:
+            ValueError: as of construction; on all ranks, and all go on as if the group had not been there.
+            TypeError: likewise.
+            RuntimeError: likewise.
+        """
+        if self._plan is None:  # under construction, where errors are agreed for all groups
+            self._append(param_group)
+            return
+        before = len(self.param_groups)
+        error: Exception | None = None
+        try:
+            self._append(param_group)
+        except Exception as found:
+            error = found
+        try:
+            self._set_up(error)
+        except Exception:
+            del self.param_groups[before:]
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -219,41 +230,59 @@ class DistMuon(torch.optim.Optimizer):
         """Also of a copy, which plans anew: copying is collective, as construction is."""
         super().__setstate__(state)
         if "_plan" not in self.__dict__:
-            self._process_group, self._given = None, set()
+            self._process_group = None
             self._host = host_group() if dist.is_initialized() else None
             self._set_up()
 
-    def _set_up(self) -> None:
-        """Check, plan, reserve state and buffers, and agree with the other ranks that all could."""
-        error: Exception | None = None
+    def _append(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the others, a copy, so that one that is refused stays as it was."""
+        if isinstance(param_group, dict):
+            if "params" not in param_group:
+                raise ValueError(f"a parameter group needs 'params'; this one has {', '.join(map(repr, param_group))}")
+            refuse_unknown_keys(param_group, self.defaults)
+            param_group = param_group.copy()
+        super().add_param_group(param_group)
+
+    def _set_up(self, error: Exception | None = None) -> None:
+        """Check, plan, reserve state and buffers, and agree with the other ranks that all could; else change nothing.
+
+        Args:
+            error: what this rank has already found wrong.
+        """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        names = self._names = [names_of(number, group) for number, group in enumerate(self.param_groups)]
         claimed: Claims = {}
+        momenta: dict[Tensor, Tensor] = {}
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
-            refuse_unknown_keys(self._given, self.defaults)
-            self._options = self._make_options()
-            policy = self._policy = self._make_policy()
+            if error:
+                raise error
+            names = [names_of(number, group) for number, group in enumerate(self.param_groups)]
+            options, policy = self._make_options(), self._make_policy()
             if not isinstance(self._process_group, dist.ProcessGroup | None):
                 raise TypeError(f"process_group is {self._process_group!r}: give a process group, or None")
-            settings = [group_settings(group, self._options) for group in self.param_groups]
+            settings = [group_settings(group, options) for group in self.param_groups]
             device = one_device(parameters, names)
-            settle_row_blocks(self.param_groups, self._row_blocks, [name for each in names for name in each])
-            specs = describe(self.param_groups, names, self._options.momentum_dtype, self._process_group)
-            claimed = claims(specs, settings, self._options, policy)
-            plan = plan_step(specs, rank, self._options)
+            blocks = settled_row_blocks(self.param_groups, self._row_blocks, [name for each in names for name in each])
+            specs = describe(self.param_groups, names, blocks, options.momentum_dtype, self._process_group)
+            claimed = claims(specs, settings, options, policy)
+            plan = plan_step(specs, rank, options)
             for parameter, spec in zip(parameters, specs, strict=True):
-                if "momentum_buffer" not in self.state[parameter]:
-                    momentum = torch.zeros_like(parameter, dtype=spec.dtype, requires_grad=False)
-                    self.state[parameter]["momentum_buffer"] = momentum
+                if "momentum_buffer" not in self.state.get(parameter, {}):
+                    momenta[parameter] = torch.zeros_like(parameter, dtype=spec.dtype, requires_grad=False)
             buffers = Buffers(plan, device)
         except Exception as found:  # out of memory, too
             error = found
         self._agree({} if error else claimed, error)
-        self._plan = plan
         groups = find_groups(plan, parameters, self._process_group, self._host)
-        self._runner = StepRunner(plan, buffers, Exchanger(plan, groups, buffers, device))
-        self._agreement = GradientAgreement(policy, specs, rank, self._host) if policy.needs_agreement else None
+        runner = StepRunner(plan, buffers, Exchanger(plan, groups, buffers, device))
+        agreement = GradientAgreement(policy, specs, rank, self._host) if policy.needs_agreement else None
+        # From here on nothing fails.
+        for group, its_blocks in zip(self.param_groups, blocks, strict=True):
+            group["row_blocks"] = its_blocks
+        for parameter, momentum in momenta.items():
+            self.state[parameter]["momentum_buffer"] = momentum
+        self._names, self._options, self._policy = names, options, policy
+        self._plan, self._runner, self._agreement = plan, runner, agreement
 
     def _agree(self, claimed: Claims, error: Exception | None) -> None:
         """Raise ``error``; of several ranks all raise, or none."""

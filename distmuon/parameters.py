@@ -28,8 +28,10 @@ def names_of(number: int, group: Group) -> list[str]:
     return [clean_name(name) for name in names]
 
 
-def settle_row_blocks(groups: Iterable[Group], row_blocks: RowBlocks | None, names: Iterable[str]) -> None:
-    """Let each group carry the ``row_blocks`` that hold for it: its own, or else those given for all.
+def settled_row_blocks(
+    groups: Sequence[Group], row_blocks: RowBlocks | None, names: Iterable[str]
+) -> list[RowBlocks | None]:
+    """The ``row_blocks`` that hold for each group: its own, or else those given for all.
 
     Raises:
         TypeError: they are no dict of patterns.
@@ -43,20 +45,22 @@ def settle_row_blocks(groups: Iterable[Group], row_blocks: RowBlocks | None, nam
         own = group["row_blocks"]
         if own and row_blocks and dict(own) != dict(row_blocks):
             raise ValueError(f"row_blocks is {row_blocks!r}, but a group carries {own!r}: give it once")
-        group["row_blocks"] = dict(own or row_blocks or {}) or None
+    return [dict(group["row_blocks"] or row_blocks or {}) or None for group in groups]
 
 
 def describe(
     groups: Sequence[Group],
     names: Sequence[Sequence[str]],
+    row_blocks: Sequence[RowBlocks | None],
     momentum_dtype: torch.dtype | None,
     process_group: dist.ProcessGroup | None,
 ) -> tuple[ParameterSpec, ...]:
     """All parameters of an optimizer, in order.
 
     Args:
-        groups: with settled ``row_blocks``.
+        groups: of the optimizer.
         names: of the parameters of each group.
+        row_blocks: that hold for each group.
         momentum_dtype: None for that of each parameter.
         process_group: whose ranks hold the plain ones, too.
 
@@ -65,14 +69,18 @@ def describe(
         ValueError: a parameter that can't be planned, or two of one name.
     """
     specs: dict[str, ParameterSpec] = {}
-    for number, (group, its_names) in enumerate(zip(groups, names, strict=True)):
+    seen: dict[Tensor, str] = {}
+    for number, (group, its_names, blocks) in enumerate(zip(groups, names, row_blocks, strict=True)):
         for name, parameter in zip(its_names, group["params"], strict=True):
+            if parameter in seen:
+                raise ValueError(f"parameter {name!r} is {seen[parameter]!r} once more: give each tensor once")
+            seen[parameter] = name
             if name in specs:
                 raise ValueError(f"two parameters are named {name!r}: patterns and plans need distinct names")
             if not parameter.is_floating_point() or parameter.dtype == torch.float16:
                 raise TypeError(f"parameter {name!r} is {parameter.dtype}: give bfloat16, float32 or float64 matrices")
             shape = tuple(parameter.shape)
-            rows = matrix_rows(name, shape, group["row_blocks"])
+            rows = matrix_rows(name, shape, blocks)
             try:
                 storage = _storage(parameter, process_group)
             except ValueError as refused:

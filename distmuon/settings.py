@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
@@ -23,13 +23,13 @@ GROUP_KEYS = (
 )
 
 
-def refuse_unknown_keys(given: set[str], defaults: Mapping[str, Any]) -> None:
+def refuse_unknown_keys(given: Iterable[str], defaults: Mapping[str, Any]) -> None:
     """Refuse a setting that a group was given and that there is not: a typing error would pass silently otherwise.
 
     Raises:
         ValueError: with the nearest valid name.
     """
-    for key in sorted(given.difference(GROUP_KEYS)):
+    for key in sorted(set(given).difference(GROUP_KEYS)):
         choose("setting of a parameter group", key, defaults)
 
 

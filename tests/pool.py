@@ -65,13 +65,24 @@ class Pool:
         self._workers: list[_Worker] = []
         self._jobs = 0
 
-    def run(self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(
+        self,
+        ranks: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        backend: str = "gloo",
+        group_timeout: float | None = None,
+    ) -> list[Any]:
         """Call ``function(rank, ranks, *args)`` on every rank and return the results by rank.
 
         Args:
             ranks: size of the default process group that the function finds.
             function: a module-level function; it, ``args`` and its results are pickled.
             timeout: seconds for the whole job.
+            backend: of the default process group.
+            group_timeout: its time-out, seconds; None: longer than the pool waits, so that the pool is the one to say
+                who did not answer.
 
         Raises:
             RankError: a rank raised, died or did not answer in time. The others are ended, and replaced in the next
@@ -82,7 +93,7 @@ class Pool:
             self._workers.append(_Worker(self._context, self._store.port, self._filters))
         workers = self._workers[:ranks]
         for rank, worker in enumerate(workers):
-            worker.send((self._jobs, rank, ranks, timeout, function, args))
+            worker.send((self._jobs, rank, ranks, group_timeout or 2 * timeout + 10, backend, function, args))
 
         results: dict[int, Any] = {}
         failures: dict[int, tuple[float, str]] = {}  # rank -> when, what
@@ -171,7 +182,7 @@ def _work(pipe: Any, port: int, filters: list[str], stacks: str) -> None:
     gc.freeze()
     while True:
         try:
-            job, rank, ranks, timeout, function, args = pickle.loads(pipe.recv_bytes())
+            job, rank, ranks, group_timeout, backend, function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         except Exception:  # the job cannot be unpickled here: its module does not import, say
@@ -180,9 +191,8 @@ def _work(pipe: Any, port: int, filters: list[str], stacks: str) -> None:
             continue
         try:
             store = dist.PrefixStore(str(job), dist.TCPStore("127.0.0.1", port, is_master=False))
-            # Longer than the pool waits, so that the pool is the one to say who did not answer.
-            limit = timedelta(seconds=2 * timeout + 10)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+            limit = timedelta(seconds=group_timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
             with warnings.catch_warnings():
                 apply_warning_filters(filters, [])
                 message = pickle.dumps(("result", function(rank, ranks, *args)))

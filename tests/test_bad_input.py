@@ -4,7 +4,7 @@ concerned.
 
 from __future__ import annotations
 
-from datetime import timedelta
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from distmuon import DistMuon, agreement
+from distmuon import DistMuon
 
 
 def weight(*shape: int) -> nn.Parameter:
@@ -296,23 +296,37 @@ def test_an_error_of_one_rank_is_raised_on_all_with_plain_tensors_too(pool):
     assert messages[1].endswith(messages[0])
 
 
-def only_one_constructs(rank: int, ranks: int) -> str:
-    agreement.TIME_LIMIT = timedelta(seconds=1)
+def some_construct(rank: int, ranks: int, those: list[int]) -> tuple[str, float]:
+    start = time.monotonic()
     try:
-        if rank == 0:
+        if rank in those:
             DistMuon([weight(4, 4)])
     except RuntimeError as error:
-        return str(error)
-    finally:
-        agreement.TIME_LIMIT = timedelta(minutes=10)
-    return "no error"
+        return str(error), time.monotonic() - start
+    time.sleep(2.0)  # who is gone altogether would end the wait at once
+    return "no error", 0.0
 
 
-def test_a_rank_that_does_not_construct_ends_the_wait_of_the_others(pool):
-    messages = pool.run(2, only_one_constructs)
-    assert messages[0].startswith("not all ranks constructed DistMuon within 0:00:01")
-    assert "1" in messages[0].partition("plain tensors.")[2], messages[0]
-    assert messages[1] == "no error"
+@pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"], ids=["its own", "that of a group made for it"])
+@pytest.mark.parametrize(
+    ("those", "said"),
+    [
+        ([0], "Ranks 1, 2 failed to pass"),
+        ([0, 2], "Ranks 1 failed to pass"),
+        ([1, 2], "Rank 0 is missing, or raised the error that says who is"),
+    ],
+)
+def test_ranks_that_do_not_construct_end_the_wait_of_the_others_within_the_time_out(pool, those, said, backend):
+    """The default group's, of which a backend without the CPU, as NCCL, has none that takes host objects."""
+    results = pool.run(3, some_construct, those, backend=backend, group_timeout=1.0)
+    for rank, (message, seconds) in enumerate(results):
+        if rank not in those:
+            assert message == "no error"
+            continue
+        assert message.startswith("not all ranks set up DistMuon within the time-out, 0:00:01")
+        assert seconds < 1.9
+    if backend == "gloo":
+        assert said in results[those[0]][0]
 
 
 def missing_on_one(rank: int, ranks: int) -> None:

@@ -105,51 +105,6 @@ def test_groups_keep_their_own_settings_in_every_variant(pool, variant):
     assert pool.run(4, scheduled, "one cycle", False, variant) == [[]] * 4
 
 
-def grown(rank: int, ranks: int) -> list[str]:
-    """Parameters that join later, one in a group of its own, one with a policy already in force."""
-    sharded, whole = both(ranks)
-    ours = DistMuon([("a", sharded["a"])], missing_gradients="skip")
-    truth = torch.optim.Muon([("a", whole["a"])])
-    for step, name in enumerate("bcd"):
-        give(sharded, whole, step)
-        ours.step()
-        truth.step()
-        ours.add_param_group({"params": [(name, sharded[name])], "lr": 0.1 * step})
-        truth.add_param_group({"params": [(name, whole[name])], "lr": 0.1 * step})
-    give(sharded, whole, 3)
-    sharded["c"].grad = whole["c"].grad = None
-    ours.step()
-    truth.step()
-    assert sum(row["matrices"] for row in ours.plan.report()) == len(SHAPES)
-    return differing(sharded, whole)
-
-
-def test_a_group_that_is_added_later_is_planned_with_the_others(pool):
-    assert pool.run(3, grown) == [[]] * 3
-
-
-def added_on_one(rank: int, ranks: int) -> str:
-    sharded, _ = both(ranks)
-    optimizer = DistMuon([("a", sharded["a"])])
-    try:
-        optimizer.add_param_group({"params": [("b", sharded["b"])], "lr": 0.1 + rank})
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_groups_that_differ_when_they_are_added_are_refused(pool):
-    messages = pool.run(2, added_on_one)
-    assert messages[0] == messages[1]
-    assert "disagree on parameter 1 there" in messages[0]
-
-
-def test_a_row_blocks_argument_holds_for_groups_that_are_added():
-    optimizer = DistMuon([("a", nn.Parameter(torch.zeros(8, 4)))], row_blocks={"a": 4})
-    optimizer.add_param_group({"params": [("b", nn.Parameter(torch.zeros(6, 4)))]})
-    assert [spec.matrix_rows for spec in optimizer.plan.parameters] == [(4, 4), (6,)]
-
-
 # Hooks, closures, skipped steps
 
 

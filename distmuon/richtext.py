@@ -15,6 +15,11 @@ def number(value: SupportsFloat) -> str:
     return f"{value:.3g}" if abs(value) < 1 else f"{value:,.2f}".rstrip("0").rstrip(".")
 
 
+def about(value: float) -> str:
+    """A number for a sentence: without decimals from 10 on, else as :func:`number` writes it."""
+    return number(round(value) if abs(value) >= 10 else value)
+
+
 def html_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[bool], caption: str | None = None
 ) -> str:

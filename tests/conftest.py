@@ -1,10 +1,12 @@
-"""What all tests share: the pool of ranks."""
+"""What all tests share: the pool of ranks, and the executed notebooks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
+from executed import Executed, execute_small
 from pool import Pool
 
 
@@ -14,3 +16,17 @@ def pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
     pool = Pool(["error", *pytestconfig.getini("filterwarnings")])
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Executed]:
+    """``executed("00_tour")``: that notebook's run with the smallest parameters, executed when first asked for."""
+    folder = tmp_path_factory.mktemp("notebooks")
+    once = cache(lambda name: execute_small(name, folder / name))
+
+    def complete(name: str) -> Executed:
+        found = once(name)
+        assert found.run.failure is None, found.run.failure
+        return found
+
+    return complete

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Callable
 
 import pandas as pd
 import pytest
+from executed import Executed
 from matplotlib.colors import to_hex
 
 from distmuon.profiling import ablation, plots
@@ -15,11 +16,7 @@ from distmuon.profiling.counter import SOURCES
 from distmuon.profiling.counting import count_launches
 from distmuon.profiling.sweep import sweep_copies
 from distmuon.profiling.tables import SOURCE_GROUPS
-from distmuon.reporting.execution import execute
-from distmuon.reporting.rendering import render
-from distmuon.reporting.request import Request
 
-ROOT = Path(__file__).parents[1]
 LADDER = ladder("baseline", ["packing=parameter", "packing=bucket", "elementwise=bucket"])
 
 
@@ -119,19 +116,16 @@ def test_the_sweep_figure_has_units_and_a_line_a_count() -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_with_small_parameters(tmp_path: Path) -> None:
-    small = {"workload": "tiny", "timed": "tiny", "ranks": 2, "steps": 1, "tokens": 16, "turns": 2}
-    switches = "packing=parameter, ns_batching=shape, ns_algorithm=copy_free"
-    run = execute(Request.of(ROOT / "notebooks/02_ablation.ipynb", small | {"switches": switches}), tmp_path / "run")
-    assert run.failure is None, run.failure
+def test_the_notebook_runs_with_small_parameters(executed: Callable[[str], Executed]) -> None:
+    found = executed("02_ablation")
+    run = found.run
     assert "On tiny with 2 ranks, 3 switches take a rank's step from" in run.mark["conclusion"]
     assert "+\N{NO-BREAK SPACE}ns_batching=shape" in run.mark["headline"]
-    summary = json.loads((tmp_path / "run/files/summary.json").read_text())
+    summary = json.loads((found.files / "summary.json").read_text())
     last = list(summary["variants"])[-1]
     assert last.endswith("+ns_algorithm=copy_free")
     assert not summary["comparisons"][last]["bit_equal_parameters"]
     assert f"All train to the same bits but {last}, whose arithmetic is another." in run.mark["conclusion"]
     counted = count_launches("tiny", 2, 2, "batched").to_dict()
     assert summary["variants"]["batched"]["by_source"] == counted["by_source"]
-    content = render(run.notebook).read_text()
-    assert content.count("<figure>") == 3
+    assert found.html.count("<figure>") == 3

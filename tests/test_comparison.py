@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+from executed import Executed
 from matplotlib.colors import to_hex
 from pool import Pool
 from traces import STEP, device, event, launch, trace_exchanges, write, write_rank
@@ -17,10 +19,6 @@ from distmuon.profiling import comparison_tables as tables
 from distmuon.profiling.comparison import Comparison, common_range, compare
 from distmuon.profiling.ranks import RankTraces
 from distmuon.profiling.tracefile import TraceError
-from distmuon.reporting.execution import execute
-from distmuon.reporting.request import Request
-
-NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "04_compare_traces.ipynb"
 
 #: Like STEP, but its memset has gone, one gemm is another kernel, and the exchange has nothing beside it.
 LATER = [
@@ -217,12 +215,17 @@ def test_long_names_of_kernels_keep_what_tells_them_apart() -> None:
     assert tables.short_name("aten::mm") == "aten::mm"
 
 
+def test_a_comparison_is_read_back_as_it_was_written(found: Comparison, tmp_path: Path) -> None:
+    found.write(tmp_path / "kept")
+    again = Comparison.read(tmp_path / "kept")
+    assert tables.conclusion(again) == tables.conclusion(found)
+    for name, table in tables.tables(again).items():
+        pd.testing.assert_frame_equal(table, tables.tables(found)[name])
+
+
 @pytest.mark.slow
-def test_the_notebook_compares_ranks_with_a_single_trace(tmp_path: Path) -> None:
-    for rank in range(2):
-        write_rank(tmp_path, rank, 2)
-    other = write(tmp_path, LATER, "other.json")
-    run = execute(Request.of(NOTEBOOK, {"a": str(tmp_path), "b": str(other), "label_b": "later"}), tmp_path / "run")
-    assert run.failure is None
-    assert "later against A" in run.mark["conclusion"].replace("Later", "later")
-    assert "memcpy DtoD" in run.mark["headline"]
+def test_the_notebook_takes_a_profile_where_nothing_is_named(executed: Callable[[str], Executed]) -> None:
+    run = executed("04_compare_traces")
+    assert "Fused against baseline, means over 3 occurrences on 4 ranks." in run.run.mark["conclusion"]
+    assert (run.files / "profile/rank3.trace.json.gz").exists()
+    assert run.html.count("<figure>") == 4

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from executed import Executed
 
 from distmuon.modelling import Assumptions
 from distmuon.profiling import scale_plots
@@ -13,11 +15,7 @@ from distmuon.profiling import scale_report as report
 from distmuon.profiling.modelcheck import PARTS, Check, check, read_check
 from distmuon.profiling.scale import Job, plan_job
 from distmuon.profiling.session import Settings
-from distmuon.reporting.execution import execute
-from distmuon.reporting.rendering import render
-from distmuon.reporting.request import Request
 
-ROOT = Path(__file__).parents[1]
 SETTINGS = Settings("tiny", 2, 2, ("baseline", "fused"), steps=3, repeats=1, tokens=16)
 
 
@@ -47,7 +45,7 @@ def test_the_error_is_the_median_of_the_turns() -> None:
         {"variant": "fused", "turn": turn, "part": "step", "measured_ms": 10.0, "modelled_ms": modelled}
         for turn, modelled in enumerate((9.0, 30.0, 8.0))
     ]
-    found = Check(SETTINGS, Assumptions(), 2, pd.DataFrame(rows))
+    found = Check(Path(), SETTINGS, Assumptions(), 2, pd.DataFrame(rows))
     assert found.error("fused") == pytest.approx(-0.1)
     (row,) = found.table().to_dict("records")
     assert (row["low"], row["high"]) == pytest.approx((0.8, 3.0))
@@ -97,13 +95,10 @@ def test_buckets_and_replicas_are_compared_job_by_job() -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_with_small_parameters(tmp_path: Path) -> None:
-    small = {"workload": "tiny", "ranks": 8, "ep": 4, "sizes": "4, 8", "layers": "1, 2", "checked": "tiny", "turns": 1}
-    small |= {"dense": "qwen3-8b/32", "dense_sizes": "16, 32"}
-    run = execute(Request.of(ROOT / "notebooks/03_scale.ipynb", small), tmp_path / "run")
-    assert run.failure is None, run.failure
+def test_the_notebook_runs_with_small_parameters(executed: Callable[[str], Executed]) -> None:
+    found = executed("03_scale")
+    run = found.run
     assert "For tiny on 8 ranks (EP 4) take" in run.mark["conclusion"]
     assert "the model's error on the step is: baseline" in run.mark["conclusion"]
-    content = render(run.notebook).read_text()
-    assert content.count("<figure>") == 6
-    assert "DGX H100" in content
+    assert found.html.count("<figure>") == 6
+    assert "DGX H100" in found.html

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from executed import Executed
 from matplotlib.colors import to_hex
 
 from distmuon import checkpoint
@@ -17,11 +19,7 @@ from distmuon.profiling import training_tables as tables
 from distmuon.profiling.orthogonality import departure
 from distmuon.profiling.training import ResumeError, Training, train
 from distmuon.profiling.training_ranks import Settings
-from distmuon.reporting.execution import execute
-from distmuon.reporting.rendering import render
-from distmuon.reporting.request import Request
 
-ROOT = Path(__file__).parents[1]
 WEIGHTS = ("layers.0.attention.wq.weight", "layers.1.moe.experts.w1")
 SMALL = Settings(ranks=2, ep=2, steps=6, tokens=8, weights=WEIGHTS, every=2)
 
@@ -114,7 +112,7 @@ def test_tables_and_sentences_say_what_was_found(found: Training) -> None:
     assert tables.key_figures(found)["loss at the end (nats a token) with AdamW"] == ends["AdamW"]
     told = tables.conclusion(found)
     assert f"DistMuon's loss is lower than AdamW's in {(gaps < 0).sum()} of the last 3 steps" in told
-    assert f"come to {ends['DistMuon']:.2f} and {ends['AdamW']:.2f}" in told
+    assert f"the last of 6 steps comes to {ends['DistMuon']:.2f} and {ends['AdamW']:.2f}" in told
     assert "checkpoint at step 3, DistMuon's run goes on exactly: loss and gradient norm of 3 steps" in told
     assert f"holds {overview['optimizer state (KiB a rank)'][0]:,.0f} KiB of state" in told
 
@@ -158,10 +156,8 @@ def test_a_folder_that_holds_a_run_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_with_small_parameters(tmp_path: Path) -> None:
-    small = {"ranks": 2, "steps": 4, "tokens": 8, "every": 2}
-    run = execute(Request.of(ROOT / "notebooks/05_training.ipynb", small), tmp_path / "run")
-    assert run.failure is None, run.failure
-    assert "the parameters of all 2 ranks are equal to the last bit." in run.mark["conclusion"]
-    assert (tmp_path / "run/files/trained/checkpoint/.metadata").exists()
-    assert render(run.notebook).read_text().count("<figure>") == 3
+def test_the_notebook_runs_with_small_parameters(executed: Callable[[str], Executed]) -> None:
+    found = executed("05_training")
+    assert "the parameters of all 2 ranks are equal to the last bit." in found.run.mark["conclusion"]
+    assert (found.files / "trained/checkpoint/.metadata").exists()
+    assert found.html.count("<figure>") == 3

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from distmuon.buffers import peak_bytes
 from distmuon.profiling.contestants import Contestant, labels
+from distmuon.profiling.counter import Counts
 from distmuon.profiling.counting import LaunchCounts, count_launches
 from distmuon.profiling.host import HostSide
 from distmuon.profiling.noise import Change, paired_change
 from distmuon.profiling.results import Run
+from distmuon.profiling.rules import Activity
 from distmuon.profiling.tables import SOURCE_GROUPS, change_of
 from distmuon.workloads.storage import plan_for
 
@@ -39,6 +44,7 @@ class Ablation:
         counts: by contestant, in the order of the ladder.
         host: the host side of small steps.
         run: the profile of real ranks.
+        sweep: of copies, as of :func:`distmuon.profiling.sweep.sweep_copies`.
 
     Raises:
         ValueError: they are not of the same contestants, two or more.
@@ -47,6 +53,7 @@ class Ablation:
     counts: Mapping[str, LaunchCounts]
     host: Sequence[HostSide]
     run: Run
+    sweep: pd.DataFrame
 
     def __post_init__(self) -> None:
         ladder = list(self.counts)
@@ -60,6 +67,52 @@ class Ablation:
     def labels(self) -> list[str]:
         """What each contestant adds to the one before."""
         return labels(list(self.counts))
+
+    def write(self) -> None:
+        """Write ``counts.json``, ``host.json`` and ``sweep.parquet`` beside the profile."""
+        folder = self.run.folder
+        counts = {text: _counts_to_json(text, counted) for text, counted in self.counts.items()}
+        (folder / "counts.json").write_text(json.dumps(counts, indent=1) + "\n")
+        (folder / "host.json").write_text(json.dumps([asdict(each) for each in self.host], indent=1) + "\n")
+        self.sweep.to_parquet(folder / "sweep.parquet", index=False)
+
+    @classmethod
+    def read(cls, folder: Path | str) -> Ablation:
+        """Read what :meth:`write` left in the folder of the profile."""
+        folder = Path(folder)
+        counts = json.loads((folder / "counts.json").read_text())
+        host = json.loads((folder / "host.json").read_text())
+        return cls(
+            {text: _counts_from_json(counted) for text, counted in counts.items()},
+            [HostSide(**each | {"times_ms": tuple(each["times_ms"])}) for each in host],
+            Run.read(folder),
+            pd.read_parquet(folder / "sweep.parquet"),
+        )
+
+
+def _counts_to_json(text: str, counted: LaunchCounts) -> dict[str, Any]:
+    ranks = [
+        {
+            "by_source": {source: activity._asdict() for source, activity in counts.by_source.items()},
+            "collectives": counts.collectives,
+            "wire_bytes": counts.wire_bytes,
+            "peak_buffer_bytes": peak,
+        }
+        for counts, peak in zip(counted.per_rank, _peaks(text, counted), strict=True)
+    ]
+    return {"question": counted.question, "per_rank": ranks}
+
+
+def _counts_from_json(content: Mapping[str, Any]) -> LaunchCounts:
+    ranks = (
+        Counts(
+            {source: Activity(**activity) for source, activity in rank["by_source"].items()},
+            collectives=rank["collectives"],
+            wire_bytes=rank["wire_bytes"],
+        )
+        for rank in content["per_rank"]
+    )
+    return LaunchCounts(content["question"], tuple(ranks))
 
 
 def count_ladder(contestants: Sequence[str], workload: str, ranks: int, ep: int) -> dict[str, LaunchCounts]:
@@ -162,6 +215,10 @@ def key_figures(found: Ablation) -> dict[str, float]:
     for name in ("async_copies", "launches", "collectives"):
         label = name.replace("_", " ")
         figures |= {f"{label}, first": first.mean(name), f"{label}, last": last.mean(name)}
+    columns = {"sent (KiB)": counts_table(found.counts), "peak buffers (MiB)": counts_table(found.counts)}
+    columns |= {"host time (ms)": times_table(found), "step time (ms)": times_table(found)}
+    for label, table in columns.items():
+        figures |= {f"{label}, first": float(table[label].iloc[0]), f"{label}, last": float(table[label].iloc[-1])}
     for label, change in (
         ("host time", host_change(found, found.host[-1])),
         ("step time", step_change(found, found.run.variants[-1])),

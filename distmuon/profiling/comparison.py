@@ -13,6 +13,7 @@ that a trace cannot tell are NaN. Definitions:
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ SPANS = {"device": "GPU span", "host": "CPU span"}
 #: What the names of counts of copies begin with; their direction follows.
 COPIES = "memcpy "
 _OPTIMIZER = "Optimizer.step#"
+#: Of a measured side.
+_FRAMES = ("occurrences", "work", "exchanges")
 _PLACE = ["rank", "occurrence"]
 
 
@@ -44,7 +47,7 @@ class Measured:
     Attributes:
         label: what to call this side.
         range_name: the range.
-        path: where the traces lie.
+        traces: the name of the trace, or of the folder with the ranks' and of the one that holds it.
         occurrences: a row a rank and occurrence.
         work: a row a rank, occurrence, place ("device", "host") and name: ``calls`` and ``time_ms``.
         exchanges: a row a rank, occurrence and exchange: ``duration_ms``, of which ``waiting_ms``.
@@ -53,7 +56,7 @@ class Measured:
 
     label: str
     range_name: str
-    path: Path
+    traces: str
     occurrences: pd.DataFrame
     work: pd.DataFrame
     exchanges: pd.DataFrame
@@ -84,6 +87,26 @@ class Comparison:
     def sides(self) -> tuple[Measured, Measured]:
         """Both, the first first."""
         return self.a, self.b
+
+    def write(self, folder: Path) -> None:
+        """Write ``comparison.json``, and of each side, "a" and "b", occurrences, work and exchanges as parquet."""
+        folder.mkdir(parents=True, exist_ok=True)
+        sides = {}
+        for name, side in zip("ab", self.sides, strict=True):
+            for frame in _FRAMES:
+                getattr(side, frame).to_parquet(folder / f"{name}.{frame}.parquet", index=False)
+            sides[name] = {field: getattr(side, field) for field in ("label", "range_name", "traces", "has_device")}
+        (folder / "comparison.json").write_text(json.dumps(sides, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path | str) -> Comparison:
+        """Read what :meth:`write` left in ``folder``."""
+        folder = Path(folder)
+        sides = []
+        for name, kept in json.loads((folder / "comparison.json").read_text()).items():
+            frames = {frame: pd.read_parquet(folder / f"{name}.{frame}.parquet") for frame in _FRAMES}
+            sides.append(Measured(**kept, **frames))
+        return cls(*sides)
 
 
 def compare(
@@ -171,7 +194,7 @@ def measure(run: RankTraces, range_name: str, label: str) -> Measured:
     return Measured(
         label,
         range_name,
-        run.path,
+        str(Path(*run.path.parts[-2:])) if run.path.is_dir() else run.path.name,
         table.astype({name: "float64" for name in table.columns.drop(["rank", "occurrence"])}),
         pd.DataFrame(work, columns=[*_PLACE, "where", "name", "calls", "time_ms"]),
         _with_waiting(pd.DataFrame(exchanges, columns=[*_PLACE, "exchange", "name", "duration_ms"]), len(run.traces)),

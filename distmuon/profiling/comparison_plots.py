@@ -15,6 +15,7 @@ from distmuon.profiling.style import INK, VARIANTS, axes
 _PART_COLOURS = dict(zip(PARTS, ("#0072B2", "#E69F00", "#009E73", "#E5E5E5"), strict=True))
 _VERDICT_COLOURS = {"came": "#D55E00", "went": "#0072B2", "grew": "#F0B98D", "shrank": "#9CC7E0"}
 _OTHER = "#BBBBBB"
+_HATCHES = {"exposed exchange": "////"}  # in grey it is nearly as dark as compute
 
 
 def parts(spans: pd.DataFrame) -> Figure:
@@ -35,14 +36,18 @@ def parts(spans: pd.DataFrame) -> Figure:
                 width = table.loc[f"{span}: {part} (ms)", label]
                 if pd.notna(width):
                     colour = _PART_COLOURS[part]
-                    axis.barh(position, width, left=left, height=0.6, color=colour, edgecolor="white", linewidth=0.6)
+                    (bar,) = axis.barh(position, width, left=left, height=0.6, color=colour, hatch=_HATCHES.get(part))
+                    bar.set(edgecolor="white", linewidth=0.6)
                     left += width
             text = f"{left:,.2f}" if left else "n/a"
             axis.text(left + 0.01 * largest, position, text, va="center", color=INK)
         axis.set(xlim=(0, 1.12 * largest), xlabel=f"{span} (ms)")
         axis.set_yticks(range(len(labels)), labels)
         axis.invert_yaxis()
-    handles = [Patch(color=colour, label=part) for part, colour in _PART_COLOURS.items()]
+    handles = [
+        Patch(facecolor=colour, hatch=_HATCHES.get(part), edgecolor="white", linewidth=0, label=part)
+        for part, colour in _PART_COLOURS.items()
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     return figure
 
@@ -81,11 +86,12 @@ def work(table: pd.DataFrame, rows: int = 15) -> Figure:
     """
     known = table[table["change (ms)"].notna()].head(rows)
     figure, (axis,) = axes(height=1.3 + 0.27 * max(len(known), 1))
-    reach = 1.25 * max(known["change (ms)"].abs().max(), 1e-6) if len(known) else 1.0
+    reach = 1.35 * max(known["change (ms)"].abs().max(), 1e-6) if len(known) else 1.0
     for position, (change, verdict) in enumerate(zip(known["change (ms)"], known["verdict"], strict=True)):
         axis.barh(position, change, height=0.7, color=_VERDICT_COLOURS.get(verdict, _OTHER))
         side = "left" if change >= 0 else "right"
-        axis.text(change, position, f" {change:+,.3g} ", ha=side, va="center", color=INK, fontsize=8.5)
+        told = f"{change:+,.3g} {verdict}" if verdict in _VERDICT_COLOURS else f"{change:+,.3g}"
+        axis.text(change, position, f" {told} ", ha=side, va="center", color=INK, fontsize=8.5)
     axis.axvline(0, color=INK, linewidth=0.8)
     axis.set(xlim=(-reach, reach), xlabel="change of time in an occurrence (ms)")
     names = known["where"] + ": " + known["name"].map(short_name)

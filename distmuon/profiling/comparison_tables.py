@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 import pandas as pd
 
@@ -29,7 +28,7 @@ def sides_table(found: Comparison) -> pd.DataFrame:
         {
             "side": side.label,
             "range": side.range_name,
-            "traces": str(Path(*side.path.parts[-2:])) if side.path.is_dir() else side.path.name,
+            "traces": side.traces,
             "ranks": side.ranks,
             "occurrences a rank": len(side.occurrences) / side.ranks,
             "device": "yes" if side.has_device else None,
@@ -244,6 +243,14 @@ def skew_finding(found: Comparison) -> str:
         else:
             told.append(f"rank skew of {side.label} is n/a" + (", it has one rank" if side.ranks == 1 else ""))
     return _sentence("; ".join(told))
+
+
+def key_figures(found: Comparison) -> dict[str, float]:
+    """What many comparisons are compared by: of each side what it launches and how long it takes."""
+    tables = pd.concat([counts_table(found), spans_table(found)]).set_index("figure")
+    names = ("launches", "collectives", "host operators", "GPU span (ms)", "CPU span (ms)", "exchange (ms)")
+    labels = {"a": found.a.label, "b": found.b.label}
+    return {f"{name}, {side}": float(tables.loc[name, label]) for name in names for side, label in labels.items()}
 
 
 def conclusion(found: Comparison) -> str:

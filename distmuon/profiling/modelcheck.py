@@ -64,6 +64,7 @@ class Check:
     """A model and a measurement of the same steps.
 
     Attributes:
+        folder: where the measurement lies.
         settings: what was stepped.
         assumptions: measured; medians over turns.
         cores: that the ranks shared.
@@ -72,6 +73,7 @@ class Check:
             to be done.
     """
 
+    folder: Path
     settings: Settings
     assumptions: Assumptions
     cores: int
@@ -151,7 +153,7 @@ def read_check(folder: Path) -> Check:
                 for part in found
             ]
     medians = {name: statistics.median(rates[name] for rates in by_turn) for name in by_turn[0]}
-    return Check(settings, machine(medians), measured["cores"], pd.DataFrame(rows))
+    return Check(folder, settings, machine(medians), measured["cores"], pd.DataFrame(rows))
 
 
 def _measured(step: pd.DataFrame) -> dict[str, float]:

@@ -7,10 +7,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from distmuon.modelling import Replay
 from distmuon.profiling.style import INK, VARIANTS, axes
+from distmuon.richtext import about
 
 _BUSY, _EXPOSED, _IDLE = "#0072B2", "#E69F00", "#D9D9D9"
 #: Of a timeline: what a rank computes and waits for, and its lane.
@@ -40,10 +41,12 @@ def planning(table: pd.DataFrame) -> Figure:
     times.set(yscale="log", ylabel="planning (s)")
     times.legend(frameon=False)
     memory.plot(ranks, table["memory above torch's (MiB)"], marker=marker, color=colour)
-    memory.set(ylim=(0, None), ylabel="memory above torch's (MiB)")
+    memory.set(ylim=(0, 1.1 * table["memory above torch's (MiB)"].max()), ylabel="memory above torch's (MiB)")
     for axis in (times, memory):
         _by_ranks(axis, ranks)
     times.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    few = seconds.max() < 10 * seconds.min()  # an axis that may hold no power of ten
+    times.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:.2g}") if few else NullFormatter())
     return figure
 
 
@@ -59,7 +62,7 @@ def balance(ranks: pd.DataFrame) -> Figure:
         values = np.sort(ranks[name].to_numpy())[::-1]
         axis.stairs(values, fill=True, color=_BUSY)
         axis.axhline(values.mean(), color=INK, linewidth=1, linestyle="--")
-        axis.text(len(values), values.mean(), " mean", va="center", color=INK)
+        axis.text(len(values), values.mean(), "mean ", ha="right", va="bottom", color=INK)
         axis.set(xlim=(0, len(values)), ylim=(0, 1.08 * values.max() or 1), ylabel=label, xlabel="ranks, most first")
     return figure
 
@@ -75,8 +78,8 @@ def sharing(rows: pd.DataFrame) -> Figure:
         colour, marker, line = VARIANTS[position]
         for axis, name in ((steps, "step_ms"), (sent, "sent_mib")):
             axis.plot(mine["ranks"], mine[name], line, marker=marker, color=colour, label=way)
-    steps.set(ylim=(0, None), ylabel="modelled step (ms)")
-    sent.set(ylim=(0, None), ylabel="sent a rank and step (MiB)")
+    steps.set(ylim=(0, 1.08 * rows["step_ms"].max()), ylabel="modelled step (ms)")
+    sent.set(ylim=(0, 1.08 * rows["sent_mib"].max() or 1), ylabel="sent a rank and step (MiB)")
     for axis in (steps, sent):
         _by_ranks(axis, rows["ranks"])
     steps.legend(frameon=False, title="work of replicas")
@@ -99,7 +102,7 @@ def bucket_sizes(rows: pd.DataFrame) -> Figure:
         axis.barh(range(len(rows)), rows[name], left=left, color=colour, edgecolor="white", linewidth=0.6, label=label)
         left += rows[name].to_numpy()
     for position, (total, buffers) in enumerate(zip(left, rows["buffer_mib"], strict=True)):
-        text = f" {total:,.1f} ms, {buffers:,.0f} MiB of buffers"
+        text = f" {total:,.1f} ms, {about(buffers)} MiB of buffers"
         axis.text(total, position, text, va="center", color=INK)
     axis.set(xlim=(0, 1.35 * left.max()), xlabel="modelled step, mean over ranks (ms)")
     axis.set_yticks(range(len(rows)), [f"{label} a bucket" if "layer" in label else label for label in rows["bucket"]])

@@ -2,20 +2,63 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from distmuon.profiling.modelcheck import Check
+from distmuon.modelling import Assumptions
+from distmuon.profiling.modelcheck import Check, read_check
 from distmuon.profiling.scale import Job, Planned, curve, growth, plan_each, plan_rows
+from distmuon.richtext import about
 
 #: A smaller bucket is advised where its modelled step is no longer than the shortest by more than this.
 TOLERANCE = 0.02
 
+_FRAMES = ("planning", "ranks", "shared", "buckets")
 SHARED, REPEATED = "shared", "repeated"
 CHOSEN = "chosen"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the report is made of.
+
+    Attributes:
+        job: that is planned.
+        planning: as of :func:`planning_table`.
+        ranks: as of :func:`balance`.
+        shared: as of :func:`sharing`.
+        buckets: as of :func:`bucket_sizes`.
+        check: the model against a measured step.
+    """
+
+    job: Job
+    planning: pd.DataFrame
+    ranks: pd.DataFrame
+    shared: pd.DataFrame
+    buckets: pd.DataFrame
+    check: Check
+
+    def write(self) -> None:
+        """Write ``job.json`` and a parquet file a frame beside the files of the check."""
+        folder = self.check.folder
+        (folder / "job.json").write_text(json.dumps(asdict(self.job), indent=1) + "\n")
+        for name in _FRAMES:
+            getattr(self, name).to_parquet(folder / f"{name}.parquet", index=False)
+
+    @classmethod
+    def read(cls, folder: Path | str) -> Scale:
+        """Read what :meth:`write` left in the folder of the check."""
+        folder = Path(folder)
+        job = json.loads((folder / "job.json").read_text())
+        frames = {name: pd.read_parquet(folder / f"{name}.parquet") for name in _FRAMES}
+        return cls(
+            job=Job(**job | {"assumptions": Assumptions(**job["assumptions"])}), check=read_check(folder), **frames
+        )
 
 
 def planning_table(job: Job, sizes: Iterable[int]) -> pd.DataFrame:
@@ -37,7 +80,9 @@ def planning_table(job: Job, sizes: Iterable[int]) -> pd.DataFrame:
 
 
 def balance(planned: Planned) -> pd.DataFrame:
-    """A row a rank: ``sent_mib`` and ``received_mib`` in a step, both ways, and ``gemm_tflop``."""
+    """A row a rank: ``sent_mib`` and ``received_mib`` in a step, both ways, ``gemm_tflop``, and ``done_ms``, when it is
+    done with the modelled step.
+    """
     stages = planned.totals.stages
     received = np.sum([stage.out_received + stage.back_received for stage in stages], axis=0)
     flops = np.sum([load.owned.flops + load.whole.flops for load in planned.loads], axis=0)
@@ -46,6 +91,7 @@ def balance(planned: Planned) -> pd.DataFrame:
             "sent_mib": planned.totals.sent_bytes() / 2**20,
             "received_mib": received / 2**20,
             "gemm_tflop": flops / 1e12,
+            "done_ms": 1e3 * planned.replay.end,
         }
     )
 
@@ -103,7 +149,7 @@ def display(rows: pd.DataFrame) -> pd.DataFrame:
         "exposed_ms": "exposed exchange (ms)",
         "idle_ms": "idle at the end (ms)",
     }
-    return rows[[name for name in labels if name in rows]].rename(columns=labels).round(2)
+    return rows[[name for name in labels if name in rows]].rename(columns=labels)
 
 
 def display_check(table: pd.DataFrame) -> pd.DataFrame:
@@ -150,17 +196,27 @@ def sharing_finding(rows: pd.DataFrame) -> str:
     return f"Where replicas share the work instead of repeating it, the modelled step changes by {_listed(parts)}."
 
 
-def bucket_advice(job: Job, rows: pd.DataFrame) -> str:
-    """Which size of bucket to take: of those whose step is nearly the shortest, the one with the smallest buffers."""
+def step_finding(ranks: pd.DataFrame) -> str:
+    """How long the modelled step takes."""
+    return f"The modelled step takes {ranks['done_ms'].max():,.1f} ms."
+
+
+def best_bucket(rows: pd.DataFrame) -> pd.Series:
+    """Of the buckets whose step is nearly the shortest, the row with the smallest buffers."""
     good = rows[rows["step_ms"] <= (1 + TOLERANCE) * rows["step_ms"].min()]
-    best = good.sort_values("buffer_mib").iloc[0]
+    return good.sort_values("buffer_mib").iloc[0]
+
+
+def bucket_advice(job: Job, rows: pd.DataFrame) -> str:
+    """Which size of bucket to take, and what the slowest other would cost."""
+    best = best_bucket(rows)
     worst = rows[rows["bucket"] != best["bucket"]].sort_values("step_ms").iloc[-1]
     where = f"For {job.model.name} on {job.ranks:,} ranks (EP {job.ep})"
     return (
         f"{where} take {_bucket(best)}: a modelled step of {best['step_ms']:,.1f} ms, of which a rank waits "
-        f"{best['exposed_ms']:,.1f} ms for exchanges, with {best['buffer_mib']:,.0f} MiB of buffers; with "
+        f"{best['exposed_ms']:,.1f} ms for exchanges, with {about(best['buffer_mib'])} MiB of buffers; with "
         f"{_bucket(worst)} it is {worst['step_ms']:,.1f} ms and {worst['exposed_ms']:,.1f} ms of waiting, with "
-        f"{worst['buffer_mib']:,.0f} MiB."
+        f"{about(worst['buffer_mib'])} MiB."
     )
 
 
@@ -190,19 +246,39 @@ def assumptions_table(job: Job) -> pd.DataFrame:
     labels = {
         "gemm_flops": ("GEMM rate", "TFLOP/s a rank", 1e12),
         "memory_bandwidth": ("memory", "GB/s a rank", 1e9),
-        "launch_us": ("a launch", "us", 1),
+        "launch_us": ("a launch", "µs", 1),
         "near_bandwidth": ("network inside a host", "GB/s a rank, each way", 1e9),
         "far_bandwidth": ("network between hosts", "GB/s a rank, each way", 1e9),
-        "message_us": ("a message", "us", 1),
+        "message_us": ("a message", "µs", 1),
         "ranks_a_host": ("ranks a host", "", 1),
     }
     rows = [(label, values[name] / unit, text) for name, (label, text, unit) in labels.items()]
     return pd.DataFrame(rows, columns=["assumed", "value", "unit"])
 
 
-def conclusion(job: Job, planning: pd.DataFrame, buckets: pd.DataFrame, found: Check) -> str:
+def key_figures(found: Scale) -> dict[str, float]:
+    """What many of these are compared by: planning at the largest size, the modelled step, the model's error."""
+    last, best = found.planning.iloc[-1], best_bucket(found.buckets)
+    figures = {
+        "planning, most ranks (s)": float(last["planning (s)"]),
+        "memory above torch's, most (MiB)": float(found.planning["memory above torch's (MiB)"].max()),
+        "modelled step (ms)": float(found.ranks["done_ms"].max()),
+        "sent, mean (MiB)": float(found.ranks["sent_mib"].mean()),
+        "GEMM FLOPs, most / mean": float(found.ranks["gemm_tflop"].max() / found.ranks["gemm_tflop"].mean()),
+        "modelled step, advised bucket (ms)": float(best["step_ms"]),
+        "exposed exchange, advised bucket (ms)": float(best["exposed_ms"]),
+    }
+    errors = {
+        f"error of the model, {name} (%)": 100 * found.check.error(name) for name in found.check.settings.variants
+    }
+    return figures | errors
+
+
+def conclusion(found: Scale) -> str:
     """The paragraph that a reader should take away."""
-    return " ".join([planning_finding(planning), bucket_advice(job, buckets), check_finding(found)])
+    return " ".join(
+        [planning_finding(found.planning), bucket_advice(found.job, found.buckets), check_finding(found.check)]
+    )
 
 
 def _listed(parts: Sequence[str]) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
-from distmuon.profiling.results import Run
+from distmuon.profiling.results import COUNTED, Run
 from distmuon.profiling.run import profile
 from distmuon.profiling.session import Settings
 from distmuon.profiling.sweep import sweep_copies
-from distmuon.profiling.whereabouts import ownership_finding
+from distmuon.profiling.whereabouts import ownership_finding, travelling_share
 
 #: How to write the columns of :func:`sweep_table` that are not plain numbers.
 FORMATS = {
@@ -45,8 +46,7 @@ def sweep_table(sweep: pd.DataFrame) -> pd.DataFrame:
 
 def sweep_finding(sweep: pd.DataFrame) -> str:
     """What a call costs however little it copies, and what one call for all regions leaves of that."""
-    small = sweep[sweep["region_bytes"] == sweep["region_bytes"].min()]
-    most = small.loc[small["regions"].idxmax()]
+    most = _smallest_copies(sweep)
     single, batched = most["single_us"] / most["regions"], most["batched_us"] / most["regions"]
     return (
         f"A `copy_` of {most['region_bytes']:,} bytes takes {single:.2f} µs here, nearly all of it the call itself. "
@@ -55,25 +55,78 @@ def sweep_finding(sweep: pd.DataFrame) -> str:
     )
 
 
-def one_step(settings: Settings, out: Path | str | None = None) -> Run:
-    """Record one step on real ranks."""
+def record(settings: Settings, out: Path | str | None = None) -> Run:
+    """Record a few steps on real ranks, of which the tour shows a typical one."""
     run = profile(settings, out, command="notebooks/00_tour.ipynb")
     if run is None:
         raise ValueError("the tour starts ranks of its own: run it outside of torchrun")
     return run
 
 
-def conclusion(regions: pd.DataFrame, sweep: pd.DataFrame, run: Run) -> str:
+@dataclass(frozen=True)
+class Tour:
+    """What the tour found.
+
+    Attributes:
+        regions: of all matrices, as of :func:`distmuon.profiling.whereabouts.regions_table`.
+        sweep: of copies, as of :func:`sweep`.
+        run: the recorded step.
+    """
+
+    regions: pd.DataFrame
+    sweep: pd.DataFrame
+    run: Run
+
+    def write(self) -> None:
+        """Write ``regions.parquet`` and ``sweep.parquet`` beside the profile of the step."""
+        self.regions.to_parquet(self.run.folder / "regions.parquet", index=False)
+        self.sweep.to_parquet(self.run.folder / "sweep.parquet", index=False)
+
+    @classmethod
+    def read(cls, folder: Path | str) -> Tour:
+        """Read what :meth:`write` left in the folder of the profile."""
+        folder = Path(folder)
+        regions, sweep = (pd.read_parquet(folder / f"{name}.parquet") for name in ("regions", "sweep"))
+        return cls(regions, sweep, Run.read(folder))
+
+
+def key_figures(found: Tour) -> dict[str, float]:
+    """What many tours are compared by: what travels, what a copy costs, and the recorded step."""
+    most = _smallest_copies(found.sweep)
+    variant = found.run.variants[-1]
+    mean = found.run.of(variant)["mean"]
+    return {
+        "elements that travel (%)": 100 * travelling_share(found.regions),
+        "a small region, copied singly (µs)": float(most["single_us"] / most["regions"]),
+        "a small region, batched (µs)": float(most["batched_us"] / most["regions"]),
+        **{name.replace("_", " "): mean[name] for name in COUNTED},
+        "sent (KiB)": mean["sent_bytes"] / 1024,
+        "CPU span (ms)": _span_ms(found.run),
+    }
+
+
+def conclusion(found: Tour) -> str:
     """The paragraph that a reader should take away."""
+    run = found.run
     variant = run.variants[-1]
     mean, settings = run.of(variant)["mean"], run.summary["settings"]
-    span = run.steps()["cpu_span_ms"].mean()
     step = (
         f"A {variant} step of {settings['workload']} on {settings['ranks']} {settings['device'].upper()} ranks takes "
-        f"{span:.1f} ms on the host, {mean['collectives']:g} exchanges a rank among them; on a GPU it launches "
-        f"{mean['async_copies']:,g} async copies and {mean['launches']:,g} activities in all."
+        f"{_span_ms(run):.1f} ms on the host, {mean['collectives']:g} exchanges a rank among them; on a GPU it "
+        f"launches {mean['async_copies']:,g} async copies and {mean['launches']:,g} activities in all."
     )
-    return " ".join([ownership_finding(regions), sweep_finding(sweep).replace("`", ""), step])
+    return " ".join([ownership_finding(found.regions), sweep_finding(found.sweep).replace("`", ""), step])
+
+
+def _smallest_copies(sweep: pd.DataFrame) -> pd.Series:
+    """Of the smallest regions, the row with most of them."""
+    small = sweep[sweep["region_bytes"] == sweep["region_bytes"].min()]
+    return small.loc[small["regions"].idxmax()]
+
+
+def _span_ms(run: Run) -> float:
+    """Of a step on the host: the median over ranks and recorded steps, one of which may have met a busy machine."""
+    return float(run.steps()["cpu_span_ms"].median())
 
 
 def _launches(count: int) -> str:

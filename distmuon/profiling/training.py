@@ -17,6 +17,9 @@ from distmuon.profiling.devices import refuse_absent_gpus
 from distmuon.profiling.launch import launch
 from distmuon.profiling.training_ranks import ADAMW, CHECKPOINT, DISTMUON, RESULTS, RESUMED, Settings
 
+#: The frames of a :class:`Training`, and the parquet files that hold them.
+FRAMES = ("steps", "looks", "spectra", "memory")
+
 RUNS = (DISTMUON, ADAMW, RESUMED)
 _TRAINED, _AGAIN = "trained", "resumed"  # folders of the two starts
 
@@ -94,6 +97,11 @@ class Training:
             for rank, wrote in enumerate(self.ranks[run])
         )
 
+    def write(self, folder: Path) -> None:
+        """Write ``steps``, ``looks``, ``spectra`` and ``memory`` as parquet files."""
+        for name in FRAMES:
+            getattr(self, name)().to_parquet(folder / f"{name}.parquet", index=False)
+
     def _frame(self, what: str) -> pd.DataFrame:
         return pd.DataFrame({"run": run, **row} for run in RUNS for row in self.ranks[run][0][what])
 
@@ -133,4 +141,6 @@ def train(
             silence_s=silence_s,
             progress=progress or sys.stderr,
         )
-    return Training.read(folder)
+    found = Training.read(folder)
+    found.write(folder)
+    return found

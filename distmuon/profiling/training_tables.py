@@ -88,7 +88,9 @@ def key_figures(found: Training) -> dict[str, float]:
         for run in (DISTMUON, ADAMW)
         for what, value in (
             ("loss at the end (nats a token)", table.loc[run, "loss at the end"]),
+            ("forward and backward (ms)", table.loc[run, "forward and backward (ms)"]),
             ("optimizer step (ms)", table.loc[run, "optimizer step (ms)"]),
+            ("optimizer state (KiB a rank)", table.loc[run, "optimizer state (KiB a rank)"]),
             ("departure of updates", departures[run]),
         )
     }
@@ -102,11 +104,13 @@ def loss_finding(found: Training) -> str:
     lower, middle = int((gaps < 0).sum()), gaps.median()
     time_s = min(muon["elapsed_s"].iloc[-1], adamw["elapsed_s"].iloc[-1])
     then = [run.loc[run["elapsed_s"] <= time_s, "smooth"].iloc[-1] for run in (muon, adamw)]
-    last = window(found)
+    last = f"the last {window(found)} of {found.settings.steps} steps come"
+    if window(found) == 1:
+        last = f"the last of {found.settings.steps} steps comes"
     return (
         f"On the same text DistMuon's loss is lower than AdamW's in {lower} of the last {len(gaps)} steps, and "
-        f"{abs(middle):.2f} nats a token {'lower' if middle < 0 else 'higher'} in the median; the last {last} of "
-        f"{found.settings.steps} steps come to {muon['smooth'].iloc[-1]:.2f} and {adamw['smooth'].iloc[-1]:.2f}. "
+        f"{abs(middle):.2f} nats a token {'lower' if middle < 0 else 'higher'} in the median; {last} to "
+        f"{muon['smooth'].iloc[-1]:.2f} and {adamw['smooth'].iloc[-1]:.2f}. "
         f"{time_s:.0f} s of its own time after its first step, when the quicker of the two is done, DistMuon is at "
         f"{then[0]:.2f} and AdamW at {then[1]:.2f}."
     )

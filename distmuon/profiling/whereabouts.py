@@ -111,13 +111,18 @@ def regions_finding(table: pd.DataFrame, name: str) -> str:
 
 def ownership_finding(table: pd.DataFrame) -> str:
     """How much of the model must travel, and how evenly the work is spread."""
-    away = table.loc[table["rank"] != table["owner"], "numel"].sum() / table["numel"].sum()
     owned = table.drop_duplicates(["parameter", "matrix"])["owner"].value_counts()
     whole = (table.groupby(["parameter", "matrix"])["rank"].nunique() == 1).sum()
     return (
-        f"Of {owned.sum()} matrices, {whole} lie whole on one rank; {away:.0%} of all elements lie on another rank "
-        f"than the one that orthogonalises their matrix, and a rank orthogonalises {owned.min()} to {owned.max()}."
+        f"Of {owned.sum()} matrices, {whole} lie whole on one rank; {travelling_share(table):.0%} of all elements lie "
+        "on another rank than the one that orthogonalises their matrix, and a rank orthogonalises "
+        f"{owned.min()} to {owned.max()}."
     )
+
+
+def travelling_share(table: pd.DataFrame) -> float:
+    """The share of all elements that lie on another rank than the one that orthogonalises their matrix."""
+    return float(table.loc[table["rank"] != table["owner"], "numel"].sum() / table["numel"].sum())
 
 
 def ownership(table: pd.DataFrame) -> Figure:

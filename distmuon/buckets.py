@@ -65,8 +65,6 @@ def make_buckets(parameters: Sequence[ParameterSpec], options: PlanOptions) -> t
     if patterns is None:
         return _chosen_buckets(parameters, options)
     for bucket in patterns:
-        if isinstance(bucket, str):
-            raise ValueError(f"buckets is a list of tuples of patterns; {bucket!r} stands where a tuple is expected")
         refuse_unmatched("buckets", bucket, (spec.name for spec in parameters))
     members: list[list[int]] = [[] for _ in patterns]
     for index, spec in enumerate(parameters):

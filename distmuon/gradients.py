@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distmuon.agreement import collective_failure, gather
+from distmuon.checks import check_choice
 from distmuon.names import choose
 from distmuon.placement import ParameterSpec
 
@@ -37,6 +38,7 @@ class GradientPolicy:
     def __post_init__(self) -> None:
         choose("missing_gradients", self.missing_gradients, MISSING_GRADIENTS)
         choose("non_finite", self.non_finite, NON_FINITE)
+        check_choice("capturable", self.capturable, (True, False))
         if self.capturable and self.needs_agreement:
             raise ValueError(
                 "capturable=True reads nothing on the host, so no rank can tell the others about its gradients: leave "

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from distmuon.checks import check_row_blocks
+
 RowBlocks = Mapping[str, "int | tuple[int, ...]"]
 
 #: Prefixes that wrappers put into parameter names (``torch.compile``, activation checkpointing).
@@ -78,6 +80,7 @@ def matrix_rows(name: str, shape: tuple[int, ...], row_blocks: RowBlocks | None 
 
     Raises:
         ValueError: the shape is not 2-D or 3-D, or the rows do not add up to R.
+        TypeError: ``row_blocks`` is not what it should be.
     """
     if len(shape) not in (2, 3):
         raise ValueError(
@@ -85,12 +88,11 @@ def matrix_rows(name: str, shape: tuple[int, ...], row_blocks: RowBlocks | None 
             f"(batch, rows, cols) parameters. Give it to AdamW, or train a 2-D view of it"
         )
     total = shape[-2]
+    check_row_blocks(row_blocks or {})
     for pattern, blocks in (row_blocks or {}).items():
         if not fnmatchcase(name, pattern):
             continue
-        sizes = (blocks,) * (total // blocks or 1) if isinstance(blocks, int) and blocks > 0 else blocks
-        if not isinstance(sizes, tuple | list) or not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise ValueError(f"row_blocks[{pattern!r}] is {blocks!r}: give positive rows, or a tuple of them")
+        sizes = (blocks,) * (total // blocks or 1) if isinstance(blocks, int) else blocks
         if sum(sizes) != total:
             raise ValueError(
                 f"row_blocks[{pattern!r}] = {blocks!r} does not add up on parameter {name!r} of shape {tuple(shape)}: "

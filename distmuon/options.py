@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from distmuon.checks import check_choice, check_patterns, check_whole
 from distmuon.names import choose
 from distmuon.newton_schulz.costs import MAX_BATCH_BYTES, NS_ALGORITHMS, batch_bytes, gemm_flops
 from distmuon.placement import ParameterSpec
@@ -49,19 +50,22 @@ class PlanOptions:
     scale_free: bool = False
 
     def __post_init__(self) -> None:
-        if self.buckets is not None and not isinstance(self.buckets, Sequence):
-            raise TypeError(f"buckets is {self.buckets!r}: give a list of tuples of name patterns")
+        if self.buckets is not None:
+            if isinstance(self.buckets, str) or not isinstance(self.buckets, Sequence):
+                raise TypeError(f"buckets is {self.buckets!r}: give a list of tuples of name patterns")
+            for number, bucket in enumerate(self.buckets):
+                check_patterns(f"buckets[{number}]", bucket)
+        if not isinstance(self.variant, Variant):
+            raise TypeError(f"variant is {self.variant!r}: give a Variant")
+        for name in ("capturable", "scale_free"):
+            check_choice(name, getattr(self, name), (True, False))
         if self.capturable and self.variant.elementwise != "bucket":
             raise ValueError("capturable=True needs a variant with elementwise='bucket', as 'fused' is")
         choose("ns_algorithm", self.ns_algorithm, NS_ALGORITHMS)
-        if self.ns_dtype not in NS_DTYPES:
-            raise ValueError(f"ns_dtype is {self.ns_dtype}: choose torch.bfloat16 or torch.float32")
-        if self.momentum_dtype not in MOMENTUM_DTYPES:
-            raise ValueError(f"momentum_dtype is {self.momentum_dtype}: choose one of {MOMENTUM_DTYPES}")
-        if not isinstance(self.max_batch_bytes, int) or self.max_batch_bytes <= 0:
-            raise ValueError(f"max_batch_bytes is {self.max_batch_bytes!r}: give a positive number of bytes")
-        if self.share_replicas not in (None, True, False):
-            raise ValueError(f"share_replicas is {self.share_replicas!r}: choose None, True or False")
+        check_choice("ns_dtype", self.ns_dtype, NS_DTYPES)
+        check_choice("momentum_dtype", self.momentum_dtype, MOMENTUM_DTYPES)
+        check_whole("max_batch_bytes", self.max_batch_bytes, 1)
+        check_choice("share_replicas", self.share_replicas, (None, True, False))
 
     @property
     def by_shape(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from distmuon.agreement import Claims
+from distmuon.checks import check_row_blocks
 from distmuon.gradients import GradientPolicy
 from distmuon.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
 from distmuon.options import PlanOptions
@@ -34,12 +35,12 @@ def settled_row_blocks(
     """The ``row_blocks`` that hold for each group: its own, or else those given for all.
 
     Raises:
-        TypeError: they are no dict of patterns.
+        TypeError: they are no dict, pattern -> rows.
         ValueError: they are given twice and differ, or a pattern matches nothing.
     """
     for each in (row_blocks, *(group["row_blocks"] for group in groups)):
-        if each is not None and not (isinstance(each, Mapping) and all(isinstance(key, str) for key in each)):
-            raise TypeError(f"row_blocks is {each!r}: give a dict, name pattern -> rows of each matrix")
+        if each is not None:
+            check_row_blocks(each)
         refuse_unmatched("row_blocks", each or (), names)
     for group in groups:
         own = group["row_blocks"]

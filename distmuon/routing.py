@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from distmuon.checks import check_patterns, check_row_blocks
 from distmuon.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
 
 MUON, ADAMW, NEITHER = "Muon", "AdamW", "-"
@@ -131,13 +132,13 @@ def split_parameters(
         adamw: patterns of names that go to AdamW whatever their module is, frozen or not.
 
     Raises:
-        TypeError: patterns are given as one string.
+        TypeError: patterns, or ``row_blocks``, are not what they should be.
         ValueError: a pattern matches nothing, or one parameter both ways; a pattern sends to Muon what is no matrix;
             ``row_blocks`` names a parameter that is not Muon's, or does not add up; nothing at all goes to Muon.
     """
     for kind, patterns in (("muon", muon), ("adamw", adamw)):
-        if isinstance(patterns, str):
-            raise TypeError(f"{kind} takes a sequence of patterns: {kind}=[{patterns!r}]")
+        check_patterns(kind, patterns)
+    check_row_blocks({} if row_blocks is None else row_blocks)
     found = _find_parameters(model)
     every_name = [name for parameter in found for name in parameter.names]
     refuse_unmatched("muon", muon, every_name)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
+from distmuon.checks import check_choice, check_number, check_whole
 from distmuon.names import choose
 from distmuon.newton_schulz import Triple, coefficients_by_step
 from distmuon.options import PlanOptions
@@ -57,7 +57,7 @@ def group_settings(group: dict[str, Any], options: PlanOptions) -> Settings:
 
     Raises:
         ValueError: a setting out of range, named.
-        TypeError: one that is not a number.
+        TypeError: one that is no number where one is wanted.
     """
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -74,14 +74,10 @@ def group_settings(group: dict[str, Any], options: PlanOptions) -> Settings:
             if options.capturable:
                 continue
             value = value.item()
-        if not isinstance(value, Real):
-            raise TypeError(f"{name} is {value!r}: give a number" + " or a tensor of one" * (name == "lr"))
-        if not 0.0 <= float(value) < math.inf:
-            raise ValueError(f"{name} is {value}: give a finite number that is not negative")
-    if values["adjust_lr_fn"] not in ADJUST_LR_FNS:
-        raise ValueError(f"adjust_lr_fn is {values['adjust_lr_fn']!r}: choose one of {ADJUST_LR_FNS}")
+        check_number(name, value, also=", or a tensor of one" * (name == "lr"))
+    check_choice("nesterov", values["nesterov"], (True, False))
+    check_choice("adjust_lr_fn", values["adjust_lr_fn"], ADJUST_LR_FNS)
     ns_steps = group["ns_steps"]
-    if not isinstance(ns_steps, int) or not 0 < ns_steps < 100:
-        raise ValueError(f"ns_steps is {ns_steps!r}: give 1 to 99")
+    check_whole("ns_steps", ns_steps, 1, 99)
     values["ns_coefficients"] = coefficients_by_step(values["ns_coefficients"], ns_steps, options.ns_algorithm)
     return Settings(**values)

@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from distmuon import DistMuon
+from distmuon import DistMuon, matrix_rows, muon_with_adamw, plan_for, split_parameters
+from distmuon.modelling import Assumptions
+from distmuon.profiling.scale import Job
 
 
 def weight(*shape: int) -> nn.Parameter:
@@ -46,9 +48,9 @@ def test_row_blocks_that_do_not_add_up_are_refused(blocks):
         DistMuon([("wq", weight(8, 4))], row_blocks={"wq": blocks})
 
 
-@pytest.mark.parametrize("blocks", [0, -4, "4", (4, 0, 4)])
+@pytest.mark.parametrize("blocks", [0, -4, "4", (4, 0, 4), (), True, (True, 7), 4.0])
 def test_row_blocks_that_are_no_rows_are_refused(blocks):
-    with pytest.raises(ValueError, match=r"row_blocks\['wq'\] is .*give positive rows"):
+    with pytest.raises((ValueError, TypeError), match=r"row_blocks\['wq'\] is .*: give positive rows"):
         DistMuon([("wq", weight(8, 4))], row_blocks={"wq": blocks})
 
 
@@ -111,11 +113,22 @@ def test_no_parameters_are_refused(params, message):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"lr": "x"}, "lr is 'x': give a number or a tensor of one"),
+        ({"lr": "x"}, "lr is 'x': give a number that is not negative, or a tensor of one"),
         ({"lr": None}, "lr is None: give a number"),
         ({"momentum": "x"}, "momentum is 'x': give a number"),
         ({"weight_decay": torch.ones(1)}, "weight_decay is tensor"),
+        ({"lr": True}, "lr is True: give a number that is not negative, or a tensor of one"),
+        ({"momentum": False}, "momentum is False: give a number"),
+        ({"ns_steps": "5"}, "ns_steps is '5': give a whole number, 1 to 99"),
+        ({"ns_steps": True}, "ns_steps is True: give a whole number"),
+        ({"ns_steps": 5.0}, "ns_steps is 5.0: give a whole number"),
+        ({"max_batch_bytes": "1 GiB"}, "max_batch_bytes is '1 GiB': give a whole number"),
+        ({"max_batch_bytes": True}, "max_batch_bytes is True: give a whole number"),
         ({"buckets": 3}, "buckets is 3: give a list of tuples"),
+        ({"buckets": "ab"}, "buckets is 'ab': give a list of tuples"),
+        ({"buckets": ["a"]}, r"buckets\[0\] is 'a': give a sequence of name patterns"),
+        ({"buckets": [("a",), 3]}, r"buckets\[1\] is 3: give a sequence of name patterns"),
+        ({"buckets": [("a", 3)]}, r"buckets\[0\] is \('a', 3\): give a sequence of name patterns"),
     ],
 )
 def test_settings_of_another_type_are_named(setting, message):
@@ -130,13 +143,24 @@ def test_settings_of_another_type_are_named(setting, message):
         ({"lr": float("nan")}, "lr is nan: give a finite number"),
         ({"lr": torch.tensor(float("inf"))}, "lr is inf: give a finite number"),
         ({"ns_coefficients": None}, "ns_coefficients is None: give a, b, c"),
-        ({"ns_steps": "5"}, "ns_steps is '5'"),
-        ({"max_batch_bytes": "1 GiB"}, "max_batch_bytes is '1 GiB'"),
+        ({"max_batch_bytes": 0}, "max_batch_bytes is 0: give a whole number of at least 1"),
+        ({"share_replicas": 0}, "share_replicas is 0: choose None, True or False"),
+        ({"share_replicas": "yes"}, "share_replicas is 'yes': choose None, True or False"),
+        ({"nesterov": 1}, "nesterov is 1: choose True or False"),
+        ({"nesterov": None}, "nesterov is None: choose True or False"),
+        ({"capturable": 1}, "capturable is 1: choose True or False"),
+        ({"scale_free": "no"}, "scale_free is 'no': choose True or False"),
+        ({"missing_gradients": None}, "unknown missing_gradients None; did you mean"),
+        ({"ns_algorithm": 3}, "unknown ns_algorithm 3; did you mean"),
+        ({"variant": 3}, "unknown variant 3; did you mean"),
+        ({"ns_coefficients": (True, 1.0, 1.0)}, "ns_coefficients is"),
+        ({"momentum_dtype": "bf16"}, "momentum_dtype is 'bf16': choose None, torch.bfloat16"),
+        ({"eps": float("inf")}, "eps is inf: give a finite number that is not negative"),
         ({"lr": torch.ones(2)}, "lr is a tensor of 2 elements"),
         ({"momentum": -0.1}, "momentum is -0.1"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1"),
-        ({"adjust_lr_fn": "none"}, "adjust_lr_fn is 'none': choose one of"),
-        ({"ns_steps": 100}, "ns_steps is 100"),
+        ({"adjust_lr_fn": "none"}, "adjust_lr_fn is 'none': choose None, 'original' or 'match_rms_adamw'"),
+        ({"ns_steps": 100}, "ns_steps is 100: give a whole number, 1 to 99"),
         ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients is"),
         ({"ns_dtype": torch.float16}, "ns_dtype is torch.float16"),
     ],
@@ -144,6 +168,66 @@ def test_settings_of_another_type_are_named(setting, message):
 def test_settings_out_of_range_are_named(setting, message):
     with pytest.raises(ValueError, match=message):
         DistMuon([weight(4, 4)], **setting)
+
+
+@pytest.mark.parametrize("blocks", ["a", 4, {3: 4}, {"0.weight": "8"}])
+def test_row_blocks_are_refused_where_a_model_is_split_too(blocks):
+    for build in (split_parameters, muon_with_adamw):
+        with pytest.raises(TypeError, match="row_blocks"):
+            build(nn.Sequential(nn.Linear(4, 8)), row_blocks=blocks)
+    with pytest.raises(TypeError, match="row_blocks"):
+        matrix_rows("0.weight", (8, 4), blocks)
+
+
+@pytest.mark.parametrize("patterns", ["0.*", 3, [3]])
+def test_patterns_that_are_none_are_refused_where_a_model_is_split(patterns):
+    with pytest.raises(TypeError, match=r"adamw is .*: give a sequence of name patterns"):
+        split_parameters(nn.Sequential(nn.Linear(4, 8)), adamw=patterns)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "message"),
+    [
+        ({"workload": 3}, ValueError, "unknown workload 3; did you mean"),
+        ({"ranks": "4"}, TypeError, "ranks is '4': give a whole number of at least 1"),
+        ({"ranks": True}, TypeError, "ranks is True: give a whole number"),
+        ({"ranks": 0}, ValueError, "ranks is 0: give a whole number of at least 1"),
+        ({"ranks": 4.0}, TypeError, "ranks is 4.0: give a whole number"),
+        ({"ep": "2"}, TypeError, "ep is '2': give a whole number"),
+        ({"ep": -1}, ValueError, "ep is -1: give a whole number of at least 1"),
+        ({"replicas": None}, TypeError, "replicas is None: give a whole number"),
+        ({"replicas": 0}, ValueError, "replicas is 0: give a whole number"),
+        ({"rank": "0"}, TypeError, "rank is '0': give a whole number, 0 to 3"),
+        ({"rank": True}, TypeError, "rank is True: give a whole number, 0 to 3"),
+        ({"rank": -1}, ValueError, "rank is -1: give a whole number, 0 to 3"),
+        ({"share_replicas": 1}, ValueError, "share_replicas is 1: choose None, True or False"),
+        ({"buckets": 3}, TypeError, "buckets is 3: give a list of tuples"),
+        ({"variant": None}, ValueError, "unknown variant None; did you mean"),
+    ],
+)
+def test_what_a_plan_is_asked_for_is_checked_by_name(asked, error, message):
+    for ask in (plan_for, Job):
+        with pytest.raises(error, match=message):
+            ask(**{"workload": "tiny", "ranks": 4, "ep": 2} | asked)
+
+
+@pytest.mark.parametrize(
+    ("assumed", "error", "message"),
+    [
+        ({"gemm_flops": 0.0}, ValueError, "assumption gemm_flops is 0.0: give a finite number above 0"),
+        ({"gemm_flops": float("nan")}, ValueError, "assumption gemm_flops is nan: give a finite number above 0"),
+        ({"far_bandwidth": float("inf")}, ValueError, "assumption far_bandwidth is inf: give a finite number above 0"),
+        ({"near_bandwidth": "1e9"}, TypeError, "assumption near_bandwidth is '1e9': give a number above 0"),
+        ({"message_us": -1.0}, ValueError, "assumption message_us is -1.0: give a finite number that is not negative"),
+        ({"launch_us": True}, TypeError, "assumption launch_us is True: give a number"),
+        ({"ranks_a_host": 8.0}, TypeError, "assumption ranks_a_host is 8.0: give a whole number of at least 1"),
+        ({"ranks_a_host": 0}, ValueError, "assumption ranks_a_host is 0: give a whole number of at least 1"),
+    ],
+)
+def test_assumptions_of_the_model_are_checked_by_name(assumed, error, message):
+    with pytest.raises(error, match=message):
+        Assumptions(**assumed)
+    assert Assumptions(message_us=0.0, launch_us=0).launch_us == 0
 
 
 def test_mixed_devices_are_refused():

@@ -342,7 +342,7 @@ def test_ranks_with_other_policies_are_refused(pool):
     [
         ({"missing_gradients": "skp"}, "unknown missing_gradients 'skp'; did you mean 'skip'"),
         ({"non_finite": "raise"}, "unknown non_finite 'raise'; did you mean"),
-        ({"momentum_dtype": torch.int8}, "momentum_dtype is torch.int8: choose one of"),
+        ({"momentum_dtype": torch.int8}, "momentum_dtype is torch.int8: choose None, torch.bfloat16, "),
         ({"capturable": True, "lr": torch.tensor(0.1), "non_finite": "skip"}, "capturable=True reads nothing"),
     ],
 )

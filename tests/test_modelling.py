@@ -5,7 +5,6 @@ step.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -33,7 +32,7 @@ from distmuon.workloads.training import Trainer
 
 #: A second for a FLOP, for a byte and for a launch; no cost of a message.
 UNITS = Assumptions(1.0, 1.0, 1e6, 1.0, 1.0, 0.0, ranks_a_host=1)
-FREE = replace(UNITS, near_bandwidth=math.inf, far_bandwidth=math.inf)
+FREE = replace(UNITS, near_bandwidth=1e300, far_bandwidth=1e300)
 
 
 def seconds(*each_rank: float) -> Work:
@@ -279,10 +278,10 @@ def model(name: str, ranks: int, ep: int, buckets: str = "published", **assumed:
 def test_a_workload_is_modelled_from_its_plan() -> None:
     """Only GEMMs: what the busiest rank of each rank's matrices come to."""
     free = {
-        "memory_bandwidth": math.inf,
+        "memory_bandwidth": 1e300,
         "launch_us": 0,
-        "near_bandwidth": math.inf,
-        "far_bandwidth": math.inf,
+        "near_bandwidth": 1e300,
+        "far_bandwidth": 1e300,
         "message_us": 0,
     }
     found = model("kimi-debug", 4, 2, gemm_flops=1e9, **free)

@@ -187,7 +187,9 @@ def test_pattern_that_matches_nothing_is_refused(option):
 
 
 def test_one_string_for_patterns_is_refused():
-    with pytest.raises(TypeError, match=r"muon=\['head.weight'\]"):
+    with pytest.raises(
+        TypeError, match=r"muon is 'head.weight': give a sequence of name patterns, as \['head.weight'\]"
+    ):
         split_parameters(Decoder(), muon="head.weight")
 
 

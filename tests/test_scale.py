@@ -75,7 +75,7 @@ def test_the_table_says_what_was_assumed():
 def test_what_does_not_fit_is_refused_by_the_script():
     for arguments, message in (
         (["--workload", "kimi-k3"], "did you mean 'kimi-k2'"),
-        (["--rank", "1024"], "0 to 1023"),
+        (["--rank", "1024"], "rank is 1024: give a whole number, 0 to 1023"),
     ):
         ended = run_script(*arguments)
         assert ended.returncode == 2
@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused_by_the_script():
     [
         ({"buckets": "publishd"}, "did you mean 'published'"),
         ({"variant": "fusd"}, "did you mean 'fused'"),
-        ({"rank": 4}, "rank is 4: choose one of 0 to 3"),
+        ({"rank": 4}, "rank is 4: give a whole number, 0 to 3"),
         ({"ranks": 3}, "ranks=3 is not divisible by ep=2"),
         ({"ranks": 1, "ep": 1}, "one rank exchanges nothing"),
     ],

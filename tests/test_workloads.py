@@ -133,17 +133,17 @@ def test_unknown_workload_names_the_nearest():
 
 def test_sizes_that_do_not_fit_are_refused():
     for changes, message in (
-        ({"width": 0}, "width must be at least 1"),
+        ({"width": 0}, "width is 0: give a whole number of at least 1"),
         ({"dense_layers": 9}, "9 dense layers of 3"),
         ({"experts": 0}, "1 dense layers of 3, with 0 experts"),
         ({"top_k": 5}, "top 5 of only 4 experts"),
-        ({"shared_experts": 0}, "shared_experts must be at least 1"),
+        ({"shared_experts": 0}, "shared_experts is 0"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(TINY, **changes)
     for attention, changes, message in (
         (TINY.attention, {"qk_rope": 7}, "even, not 7"),
-        (TINY.attention, {"kv_lora": 0}, "kv_lora must be at least 1"),
+        (TINY.attention, {"kv_lora": 0}, "kv_lora is 0: give a whole number of at least 1"),
         (GROUPED.attention, {"head": 3}, "even, not 3"),
     ):
         with pytest.raises(ValueError, match=message):

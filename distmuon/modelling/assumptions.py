@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
+from distmuon.checks import check_number, check_whole
+
 
 @dataclass(frozen=True)
 class Assumptions:
@@ -24,7 +26,8 @@ class Assumptions:
         ranks_a_host: ranks are numbered host by host.
 
     Raises:
-        ValueError: a rate is not positive, or a cost negative.
+        ValueError: a rate is not positive, or a cost negative, or one not finite.
+        TypeError: one is no number.
     """
 
     gemm_flops: float = 400e12
@@ -38,8 +41,10 @@ class Assumptions:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value < 0 or (value == 0 and not field.name.endswith("_us")):
-                raise ValueError(f"assumption {field.name} is {value}: give a positive number")
+            if field.type == "int":
+                check_whole(f"assumption {field.name}", value, 1)
+            else:
+                check_number(f"assumption {field.name}", value, positive=not field.name.endswith("_us"))
 
     def to_dict(self) -> dict[str, float]:
         """By name, for reports."""

@@ -89,5 +89,7 @@ def _is_triple(values: Any) -> bool:
         isinstance(values, Sequence)
         and not isinstance(values, str)
         and len(values) == 3
-        and all(isinstance(value, float | int) and math.isfinite(value) for value in values)
+        and all(
+            isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value) for value in values
+        )
     )

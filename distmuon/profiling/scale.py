@@ -17,6 +17,7 @@ from multiprocessing.pool import Pool
 from typing import Any
 
 from distmuon.buffers import peak_bytes
+from distmuon.checks import check_whole
 from distmuon.modelling import Assumptions, Replay, replay
 from distmuon.modelling.loads import StageLoad, loads_of
 from distmuon.options import Patterns, PlanOptions
@@ -46,6 +47,7 @@ class Job:
 
     Raises:
         ValueError: a name is unknown, or numbers do not fit.
+        TypeError: what should be a number or a name is none.
     """
 
     workload: str
@@ -62,10 +64,8 @@ class Job:
         self.model.layout(self.ranks, self.ep, self.replicas)
         if self.ranks < 2:
             raise ValueError("one rank exchanges nothing: give ranks=2 or more")
-        if not 0 <= self.rank < self.ranks:
-            raise ValueError(f"rank is {self.rank}: choose one of 0 to {self.ranks - 1}")
-        get_buckets(self.model, self.buckets)
-        get_variant(self.variant)
+        check_whole("rank", self.rank, 0, self.ranks - 1)
+        _ = self.options
 
     @property
     def model(self) -> Workload:

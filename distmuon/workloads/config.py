@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from distmuon.checks import check_whole
 from distmuon.names import choose
 
 #: What the recipe hands to DistMuon and to AdamW beside the learning rate. Parameters and gradients are fp32.
@@ -125,8 +126,8 @@ Attention = LatentAttention | GroupedQueryAttention
 def _check_sizes(sizes: Any, where: str, may_be_0: Collection[str] = ()) -> None:
     for field in fields(sizes):
         value, least = getattr(sizes, field.name), 0 if field.name in may_be_0 else 1
-        if field.type == "int" and value < least:
-            raise ValueError(f"{where}: {field.name} must be at least {least}, not {value}")
+        if field.type == "int":
+            check_whole(f"{where}: {field.name}", value, least)
 
 
 def check_ranks(ranks: int, ep: int, replicas: int = 1) -> None:
@@ -134,9 +135,10 @@ def check_ranks(ranks: int, ep: int, replicas: int = 1) -> None:
 
     Raises:
         ValueError: they do not; the message gives those that do.
+        TypeError: one is no whole number.
     """
-    if ranks < 1 or ep < 1 or replicas < 1:
-        raise ValueError(f"ranks, ep and replicas must be at least 1, not ranks={ranks}, ep={ep}, replicas={replicas}")
+    for name, value in (("ranks", ranks), ("ep", ep), ("replicas", replicas)):
+        check_whole(name, value, 1)
     if ranks % replicas:
         raise ValueError(f"ranks={ranks} is not divisible by replicas={replicas}: choose among {_divisors(ranks)}")
     if ranks // replicas % ep:
@@ -389,7 +391,7 @@ def get_workload(name: str) -> Workload:
     Raises:
         ValueError: there is none; the message gives the nearest name and all of them. Or it can't be divided so.
     """
-    base, divided, divisor = name.partition("/")
+    base, divided, divisor = name.partition("/") if isinstance(name, str) else (name, "", "")
     workload = WORKLOADS[choose("workload", base, WORKLOADS)]
     if not divided:
         return workload

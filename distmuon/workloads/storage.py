@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from distmuon.checks import check_whole
 from distmuon.matrices import matrix_rows
 from distmuon.names import choose
 from distmuon.options import Patterns, PlanOptions
@@ -99,12 +100,13 @@ def plan_for(
 
     Raises:
         ValueError: an unknown name, or numbers that don't fit; with what would.
+        TypeError: what should be a number or a name is none.
     """
-    workload = get_workload(workload) if isinstance(workload, str) else workload
+    workload = workload if isinstance(workload, Workload) else get_workload(workload)
     ranks = workload.default_ranks if ranks is None else ranks
     ep = workload.default_ep if ep is None else ep
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank is {rank}: choose one of 0 to {ranks - 1}")
+    workload.layout(ranks, ep, replicas)
+    check_whole("rank", rank, 0, ranks - 1)
     options = PlanOptions(
         get_buckets(workload, buckets),
         get_variant(variant),

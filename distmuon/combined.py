@@ -6,17 +6,18 @@ state, is what they step with.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from distmuon.agreement import refuse
 from distmuon.matrices import RowBlocks
 from distmuon.optimizer import DistMuon
-from distmuon.routing import Split, split_parameters
+from distmuon.routing import RoutingTable, Split, split_parameters
 from distmuon.state import other_parameters
 
 
@@ -46,24 +47,31 @@ def muon_with_adamw(
         adamw_options: other arguments of ``torch.optim.AdamW``; likewise.
 
     Raises:
-        ValueError: as of :func:`split_parameters` and :class:`DistMuon`; or nothing goes to Muon.
+        ValueError: as of :func:`split_parameters` and :class:`DistMuon`; or nothing goes to Muon. On all ranks, if on
+            any.
         TypeError: likewise.
     """
-    split = split_parameters(model, row_blocks=row_blocks, muon=muon, adamw=adamw)
-    if not split.muon:
-        raise ValueError("adamw patterns leave nothing to Muon: take torch.optim.AdamW, or drop a pattern")
     both = {"lr": lr, "weight_decay": weight_decay}
-    matrices = DistMuon(split.muon, **both | {"adjust_lr_fn": adjust_lr_fn} | dict(muon_options or {}))
-    rest = AdamW(split.adamw, **both | dict(adamw_options or {})) if split.adamw else None
-    return MuonWithAdamW(matrices, rest, split)
+    of_muon = both | {"adjust_lr_fn": adjust_lr_fn} | dict(muon_options or {})
+    try:
+        split = split_parameters(model, row_blocks=row_blocks, muon=muon, adamw=adamw)
+        if not split.muon:
+            raise ValueError("adamw patterns leave nothing to Muon: take torch.optim.AdamW, or drop a pattern")
+        inspect.signature(DistMuon).bind(split.muon, **of_muon)
+        rest = AdamW(split.adamw, **both | dict(adamw_options or {})) if split.adamw else None
+        if rest:
+            _make_state(rest)
+    except Exception as error:  # DistMuon, where ranks agree on errors, comes last
+        refuse(error)
+    return MuonWithAdamW(DistMuon(split.muon, **of_muon), rest, split)
 
 
 class MuonWithAdamW(Optimizer):
     """DistMuon and AdamW as one optimizer; :func:`muon_with_adamw` makes it from a model.
 
     Groups are those of DistMuon first, then those of AdamW, and state exists for all parameters from construction. A
-    scheduler that cycles ``momentum`` cycles DistMuon's; AdamW's ``betas`` stay. Where DistMuon skips a step
-    (``non_finite="skip"``, which looks at the gradients of matrices alone), AdamW does too.
+    scheduler that cycles ``momentum`` cycles DistMuon's; AdamW's ``betas`` stay. ``non_finite`` holds for both: a bad
+    gradient of either is one for which neither takes the step. Collective, as it lets DistMuon watch AdamW.
 
     Args:
         muon: for the matrices.
@@ -76,23 +84,36 @@ class MuonWithAdamW(Optimizer):
         table: which parameter went where, and why.
     """
 
+    muon: DistMuon
+    adamw: AdamW | None
+    table: RoutingTable
+
     def __init__(self, muon: DistMuon, adamw: AdamW | None, split: Split) -> None:
-        super().__init__([group for each in (muon, adamw) if each is not None for group in each.param_groups], {})
-        self.table = split.table
-        self._join(muon, adamw)
+        # Not Optimizer.__init__, which would give it groups and a state of its own.
+        self.__setstate__({"muon": muon, "adamw": adamw, "table": split.table})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the two as they are now; a list of its own."""
+        return [group for each in self._both for group in each.param_groups]
+
+    @property
+    def state(self) -> _States:  # type: ignore[override]
+        """That of the two as it is now; what is written to it is theirs."""
+        if self.adamw is not None:
+            _make_state(self.adamw)
+        return _States(self._both)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after construction: a group does not say which of the two it is for.
+        """Refused: a group does not say which of the two it is for.
 
         Raises:
             TypeError: always.
         """
-        if hasattr(self, "muon"):
-            raise TypeError(
-                "a group does not say whether Muon or AdamW is to have it: make a DistMuon and an AdamW of their own "
-                "from split_parameters(model), and add it to one of them"
-            )
-        super().add_param_group(param_group)
+        raise TypeError(
+            "a group does not say whether Muon or AdamW is to have it: add it to one of the two, "
+            "optimizer.muon.add_param_group(...) or optimizer.adamw.add_param_group(...)"
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -122,17 +143,19 @@ class MuonWithAdamW(Optimizer):
         """Load what ``state_dict`` returned.
 
         Raises:
-            ValueError: it has other groups or parameters; nothing was loaded.
+            ValueError: it has other groups, parameters or shapes; nothing was loaded.
         """
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         groups = self._in_own_order(state_dict["param_groups"])
         of_muon = len(self.muon.param_groups)
-        for each, part in ((self.adamw, groups[of_muon:]), (self.muon, groups[:of_muon])):
-            if each is not None:
-                keys = [key for group in part for key in group["params"] if key in state_dict["state"]]
-                each.load_state_dict({"state": {k: state_dict["state"][k] for k in keys}, "param_groups": part})
+        if self.adamw is not None:
+            _refuse_other_shapes(self.adamw, groups[of_muon:], state_dict["state"])
+        # DistMuon first: it refuses before it loads anything, and AdamW nothing more.
+        for each, part in zip(self._both, (groups[:of_muon], groups[of_muon:]), strict=False):
+            keys = [key for group in part for key in group["params"] if key in state_dict["state"]]
+            each.load_state_dict({"state": {k: state_dict["state"][k] for k in keys}, "param_groups": part})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -140,22 +163,13 @@ class MuonWithAdamW(Optimizer):
         return {"muon": self.muon, "adamw": self.adamw, "table": self.table}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, which is joined anew to the copies of the two."""
-        super().__setstate__({"defaults": {}} | state)
-        self._join(self.muon, self.adamw)
+        super().__setstate__({"defaults": dict(state["muon"].defaults)} | state)
+        if self.adamw is not None:
+            self.muon.watch(self.adamw)
 
-    def _join(self, muon: DistMuon, adamw: AdamW | None) -> None:
-        self.muon, self.adamw = muon, adamw
-        self.defaults = dict(muon.defaults)
-        for each in (muon, adamw):
-            if each is not None:  # loading gives an optimizer new groups and AdamW a new state
-                each.register_load_state_dict_post_hook(self._gather)
-        self._gather()
-
-    def _gather(self, _: Optimizer | None = None) -> None:
-        both = [self.muon] if self.adamw is None else [self.muon, _with_state(self.adamw)]
-        self.param_groups = [group for each in both for group in each.param_groups]
-        self.state = defaultdict(dict, {key: state for each in both for key, state in each.state.items()})
+    @property
+    def _both(self) -> list[Optimizer]:
+        return [self.muon] if self.adamw is None else [self.muon, self.adamw]
 
     def _in_own_order(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Saved groups, which must be those of this optimizer, with their parameters in its order."""
@@ -176,8 +190,18 @@ def _in_order_of(names: Sequence[str], group: dict[str, Any]) -> dict[str, Any]:
     return group | {"params": [keys[name] for name in names], "param_names": names}
 
 
-def _with_state(adamw: AdamW) -> AdamW:
-    """An AdamW with what it would make in its first step.
+def _refuse_other_shapes(adamw: AdamW, groups: Sequence[dict[str, Any]], states: Mapping[Any, Any]) -> None:
+    """Refuse what AdamW would load, and fail with in its next step."""
+    for own, group in zip(adamw.param_groups, groups, strict=True):
+        for name, parameter, key in zip(own["param_names"], own["params"], group["params"], strict=True):
+            for what, value in states.get(key, {}).items():
+                if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+                    shapes = f"{tuple(value.shape)}, but the parameter has {tuple(parameter.shape)}"
+                    raise ValueError(f"{what} of parameter {name!r} in the state dict has shape {shapes}")
+
+
+def _make_state(adamw: AdamW) -> None:
+    """Give an AdamW what it would make in its first step.
 
     ``torch.distributed.checkpoint`` loads into the state that is there, and takes an optimizer with any for one with
     all of it.
@@ -192,4 +216,37 @@ def _with_state(adamw: AdamW) -> AdamW:
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"),
                 **{name: torch.zeros_like(parameter, requires_grad=False) for name in moments},
             }
-    return adamw
+
+
+class _States(MutableMapping[Tensor, Any]):
+    """The states of several optimizers as one: that of a parameter is with the optimizer that has the parameter."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def __getitem__(self, key: Tensor) -> Any:
+        return self._home(key)[key]
+
+    def __setitem__(self, key: Tensor, value: Any) -> None:
+        self._home(key)[key] = value
+
+    def __delitem__(self, key: Tensor) -> None:
+        del self._home(key)[key]
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in each.state for each in self._optimizers)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (key for each in self._optimizers for key in each.state)
+
+    def __len__(self) -> int:
+        return sum(len(each.state) for each in self._optimizers)
+
+    def _home(self, key: Tensor) -> MutableMapping[Tensor, Any]:
+        for each in self._optimizers:
+            if key in each.state:
+                return each.state
+        for each in self._optimizers:
+            if any(key is parameter for group in each.param_groups for parameter in group["params"]):
+                return each.state
+        raise KeyError(key)

@@ -7,8 +7,9 @@ exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ NON_FINITE = ("carry", "skip", "error")
 
 #: A parameter among those of all ranks: the ranks that share it, () for a plain tensor, and its name.
 _Key = tuple[tuple[int, ...], str]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -92,32 +94,40 @@ class GradientAgreement:
     Args:
         policy: one that needs agreement, the same on all ranks.
         parameters: of this rank.
-        rank: this rank.
         group: of all ranks, on the CPU; None if this rank is alone.
+        watched_are_shared: whether this rank shares parameters with others that are only watched.
     """
 
     def __init__(
-        self, policy: GradientPolicy, parameters: Sequence[ParameterSpec], rank: int, group: dist.ProcessGroup | None
+        self,
+        policy: GradientPolicy,
+        parameters: Sequence[ParameterSpec],
+        group: dist.ProcessGroup | None,
+        watched_are_shared: bool = False,
     ) -> None:
         self._policy = policy
-        self._rank = rank
+        self._rank = dist.get_rank(group) if group else 0
         self._group = group
         self._mine: list[_Key] = [(spec.storage.ranks if spec.storage else (), spec.name) for spec in parameters]
         by_mesh: dict[tuple[int, ...], list[str]] = {}  # on a thousand ranks it matters that each mesh is sent once
         for ranks, name in self._mine:
             by_mesh.setdefault(ranks, []).append(name)
-        everyone = gather("says who has which gradients", by_mesh, group)
-        self._keys = sorted({(ranks, name) for meshes in everyone for ranks, names in meshes.items() for name in names})
-        if not any(ranks for ranks, _ in self._keys):  # no rank shares anything, so each goes its own way
+        everyone = gather("says who has which gradients", (by_mesh, watched_are_shared), group)
+        self._keys = sorted({(ranks, name) for meshes, _ in everyone for ranks, its in meshes.items() for name in its})
+        # Where no rank shares anything each goes its own way.
+        if not any(ranks for ranks, _ in self._keys) and not any(shared for _, shared in everyone):
             self._group = None
         self._index = {key: index for index, key in enumerate(self._keys)}
 
-    def take_step(self, gradients: Sequence[Tensor | None], error: Exception | None = None) -> bool:
+    def take_step(
+        self, gradients: Sequence[Tensor | None], watched: Mapping[str, Tensor], error: Exception | None = None
+    ) -> bool:
         """Whether the step is to be taken; the same on all ranks.
 
         Args:
             gradients: this rank's part of each parameter's gradient, None where there is none. Not looked at if there
                 is an ``error``.
+            watched: by name, of other parameters, which may be missing, but as finite as these; likewise.
             error: what this rank found wrong by itself.
 
         Raises:
@@ -125,39 +135,37 @@ class GradientAgreement:
                 the policy refuses what is not finite. Names parameters and ranks.
             Exception: ``error`` itself, and on the other ranks a ``ValueError`` that names it.
         """
-        missing, bad = ([], []) if error else self._judge(gradients)
-        # By parameter on how many ranks it has no gradient, on how many a bad one; at last, how many have an error.
-        counts = torch.zeros(2 * len(self._keys) + 1, dtype=torch.int32)
+        missing, bad, bad_watched = ([], [], []) if error else self._judge(gradients, watched)
+        # By parameter on how many ranks it has no gradient, on how many a bad one; then on how many a watched one is
+        # bad; at last, how many have an error.
+        counts = torch.zeros(2 * len(self._keys) + 2, dtype=torch.int32)
         for offset, keys in ((0, missing), (len(self._keys), bad)):
             for key in keys:
                 counts[offset + self._index[key]] = 1
-        counts[-1] = error is not None
+        counts[-2], counts[-1] = bool(bad_watched), error is not None
         if self._group is not None:
             try:
                 dist.all_reduce(counts, group=self._group)
             except RuntimeError as failed:
                 raise collective_failure("the all_reduce that agrees on gradients", self._group, failed) from failed
-        absent, not_finite, errors = counts.split([len(self._keys), len(self._keys), 1])
+        absent, not_finite, errors = counts.split([len(self._keys), len(self._keys) + 1, 1])
         uneven = any(0 < count < len(ranks) for count, (ranks, _) in zip(absent.tolist(), self._keys, strict=True))
         any_bad = bool(not_finite.any())
         if errors.item() or uneven or (any_bad and self._policy.non_finite == "error"):
-            self._raise(missing, bad, error)
+            self._raise(missing, [name for _, name in bad] + bad_watched, error)
         return not any_bad
 
-    def _judge(self, gradients: Sequence[Tensor | None]) -> tuple[list[_Key], list[_Key]]:
-        """The parameters without a gradient here, and those with one that is not finite."""
+    def _judge(
+        self, gradients: Sequence[Tensor | None], watched: Mapping[str, Tensor]
+    ) -> tuple[list[_Key], list[_Key], list[str]]:
+        """The parameters without a gradient here, those with one that is not finite, and such ones of the watched."""
         missing = [key for key, gradient in zip(self._mine, gradients, strict=True) if gradient is None]
         if self._policy.non_finite == "carry":
-            return missing, []
-        filled = {key: g for key, g in zip(self._mine, gradients, strict=True) if g is not None and g.numel()}
-        if not filled:
-            return missing, []
-        # The largest element is finite if and only if all are; only these are read to the host, all at once.
-        largest = torch.stack([norm.double() for norm in torch._foreach_norm(list(filled.values()), torch.inf)])
-        finite = largest.isfinite().tolist()
-        return missing, [key for key, is_finite in zip(filled, finite, strict=True) if not is_finite]
+            return missing, [], []
+        present = {key: g for key, g in zip(self._mine, gradients, strict=True) if g is not None}
+        return missing, _not_finite(present), _not_finite(watched)
 
-    def _raise(self, missing: list[_Key], bad: list[_Key], error: Exception | None) -> None:
+    def _raise(self, missing: list[_Key], bad: list[str], error: Exception | None) -> None:
         message = error and f"{type(error).__name__}: {error}"
         everything = gather("finds which gradients are at fault", (missing, bad, message), self._group)
         if error:
@@ -175,10 +183,25 @@ class GradientAgreement:
                 )
         found: dict[str, list[int]] = {}
         for rank, (_, theirs, _) in enumerate(everything):
-            for _, name in theirs:
+            for name in theirs:
                 found.setdefault(name, []).append(rank if self._group else self._rank)
         shown = ", ".join(f"{name!r} on {_ranks(ranks)}" for name, ranks in found.items())
         raise ValueError(f"gradients are not finite: {shown}. Nothing was updated")
+
+
+def _not_finite(gradients: Mapping[_T, Tensor]) -> list[_T]:
+    """Keys of the gradients in which an element is infinite or NaN."""
+    by_device: dict[torch.device, dict[_T, Tensor]] = {}
+    for key, gradient in gradients.items():
+        elements = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if elements.numel():
+            by_device.setdefault(elements.device, {})[key] = elements
+    found: list[_T] = []
+    for its in by_device.values():
+        # The largest element is finite if and only if all are; only these are read to the host, all at once.
+        largest = torch.stack([norm.double() for norm in torch._foreach_norm(list(its.values()), torch.inf)])
+        found += [key for key, finite in zip(its, largest.isfinite().tolist(), strict=True) if not finite]
+    return found
 
 
 def _ranks(ranks: Iterable[int]) -> str:

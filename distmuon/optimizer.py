@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from distmuon.agreement import Claims, agree, host_group
 from distmuon.buffers import Buffers
@@ -18,6 +19,7 @@ from distmuon.matrices import RowBlocks
 from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients
 from distmuon.options import Patterns, PlanOptions
 from distmuon.parameters import claims, describe, local, names_of, one_device, settled_row_blocks
+from distmuon.placement import ParameterSpec
 from distmuon.plan import Plan, plan_step
 from distmuon.process_groups import find_groups
 from distmuon.settings import Settings, group_settings, refuse_unknown_keys
@@ -61,7 +63,8 @@ class DistMuon(torch.optim.Optimizer):
             without one on all its ranks is left alone, and one with it on some is an error on every rank; one small
             collective a step, on the CPU, agrees.
         non_finite: what becomes of infinite and NaN gradients. "carry": they spread over their matrices. "skip": no
-            rank takes the step, and ``skipped_steps`` counts it; "error": every rank raises. These agree likewise.
+            rank takes the step, and ``skipped_steps`` counts it; "error": every rank raises. These agree likewise, and
+            look at another optimizer's gradients, too, if asked to :meth:`watch` it.
         max_batch_bytes: what one Newton-Schulz batch of several parameters may hold: stack, scratch, fp32 staging.
         share_replicas: whether the replicas of a matrix (``Replicate`` axes, as HSDP has them) split the work, each
             matrix orthogonalised once over all of them, or repeat it. None: they share unless that sends more bytes
@@ -121,6 +124,7 @@ class DistMuon(torch.optim.Optimizer):
         self._process_group = process_group
         self._row_blocks = row_blocks
         self._plan: Plan | None = None
+        self._watched: torch.optim.Optimizer | None = None
         self.skipped_steps = 0
         self._host = host_group() if dist.is_initialized() else None
         defaults = {
@@ -169,6 +173,18 @@ class DistMuon(torch.optim.Optimizer):
             del self.param_groups[before:]
             raise
 
+    def watch(self, other: torch.optim.Optimizer) -> None:
+        """Let ``non_finite`` hold for the gradients of another optimizer, too, in every step from now on. Collective.
+
+        That one is to step after this one, and only if this one has: ``skipped_steps`` says so. ``muon_with_adamw``
+        does it all.
+
+        Args:
+            other: of the rest of the model's parameters.
+        """
+        self._watched = other
+        self._agreement = self._agree_on_gradients(self._policy, self.plan.parameters)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters.
@@ -200,7 +216,7 @@ class DistMuon(torch.optim.Optimizer):
         if self._agreement is None:
             if error:
                 raise error
-        elif not self._agreement.take_step([each.gradient for each in tensors], error):
+        elif not self._agreement.take_step([each.gradient for each in tensors], self._watched_gradients(), error):
             self.skipped_steps += 1
             return loss
         self._runner.run(tensors)
@@ -223,7 +239,7 @@ class DistMuon(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._process_group is not None:
             raise TypeError("a process_group can't be copied: construct DistMuon anew and load a state_dict into it")
-        names = ("_make_options", "_make_policy", "_row_blocks", "skipped_steps")
+        names = ("_make_options", "_make_policy", "_row_blocks", "_watched", "skipped_steps")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -275,7 +291,7 @@ class DistMuon(torch.optim.Optimizer):
         self._agree({} if error else claimed, error)
         groups = find_groups(plan, parameters, self._process_group, self._host)
         runner = StepRunner(plan, buffers, Exchanger(plan, groups, buffers, device))
-        agreement = GradientAgreement(policy, specs, rank, self._host) if policy.needs_agreement else None
+        agreement = self._agree_on_gradients(policy, specs)
         # From here on nothing fails.
         for group, its_blocks in zip(self.param_groups, blocks, strict=True):
             group["row_blocks"] = its_blocks
@@ -290,6 +306,21 @@ class DistMuon(torch.optim.Optimizer):
             agree(claimed, error, self._host)
         elif error:
             raise error
+
+    def _agree_on_gradients(self, policy: GradientPolicy, specs: Sequence[ParameterSpec]) -> GradientAgreement | None:
+        if not policy.needs_agreement:
+            return None
+        shared = any(isinstance(parameter, DTensor) for _, parameter in self._watched_parameters())
+        return GradientAgreement(policy, specs, self._host, shared)
+
+    def _watched_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for number, group in enumerate(self._watched.param_groups if self._watched else ()):
+            yield from zip(names_of(number, group), group["params"], strict=True)
+
+    def _watched_gradients(self) -> dict[str, Tensor]:
+        """This rank's part of the gradients that there are."""
+        found = ((name, parameter.grad) for name, parameter in self._watched_parameters())
+        return {name: local(gradient) for name, gradient in found if gradient is not None}
 
     def _local(self, name: str, parameter: Tensor, settings: Settings) -> LocalParameter:
         momentum = self.state[parameter]["momentum_buffer"]

@@ -358,6 +358,20 @@ def test_an_empty_list_on_one_rank_is_refused_on_all(pool):
     assert set(messages[1:]) == {f"rank 0 could not set up DistMuon, so no rank can: ValueError: {messages[0]}"}
 
 
+def one_has_a_number(rank: int, ranks: int) -> str:
+    try:
+        DistMuon([sharded("a", ranks, 4, 4) if rank else ("a", 0.5)])
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_is_no_tensor_on_one_rank_is_refused_on_all(pool):
+    messages = pool.run(3, one_has_a_number)
+    assert messages[0] == "optimizer can only optimize Tensors, but one of the params is float"
+    assert set(messages[1:]) == {f"rank 0 could not set up DistMuon, so no rank can: TypeError: {messages[0]}"}
+
+
 def one_has_plain_tensors(rank: int, ranks: int) -> str:
     named = sharded("a", ranks, 4, 4)
     return message_of(lambda: DistMuon([named if rank else ("a", weight(4, 4))]))

@@ -199,6 +199,10 @@ def test_state_is_loaded_by_name_and_other_parameters_are_refused():
     group["param_names"][0] = "else"
     with pytest.raises(ValueError, match=r"of other parameters: 1 \(head\.weight\) missing in it, 1 \(else\) extra"):
         other.load_state_dict(saved)
+    other_shape = copy.deepcopy(optimizer.state_dict())
+    other_shape["state"][2]["exp_avg"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"exp_avg of parameter '.*' in the state dict has shape \(3, 3\), but"):
+        other.load_state_dict(other_shape)
     with pytest.raises(ValueError, match=r"has groups of \[2\] parameters, this optimizer of \[2, 5\]"):
         other.load_state_dict({"state": {}, "param_groups": saved["param_groups"][:1]})
     assert not differing(contents(same, other), before)
@@ -267,27 +271,56 @@ def test_a_grad_scaler_skips_the_step_of_both(pool):
     assert pool.run(2, scaled) == [[True, False]] * 2
 
 
-def test_a_step_that_is_skipped_or_refused_leaves_everything_as_it_was():
-    for policy in ("skip", "carry"):
-        model = decoder()
-        optimizer = muon_with_adamw(model, 0.02, muon_options={"non_finite": policy})
-        before = contents(model, optimizer)
-        backward(model, 0)
-        if policy == "skip":
-            model.up.weight.grad[0, 0] = torch.nan
-            optimizer.step()
-            assert optimizer.muon.skipped_steps == 1
-        else:
-            model.up.weight.grad = None
-            with pytest.raises(ValueError, match=r"'up\.weight' has no gradient"):
-                optimizer.step()
-        assert not differing(contents(model, optimizer), before)
+def test_a_step_that_is_refused_leaves_everything_as_it_was():
+    model = decoder()
+    optimizer = muon_with_adamw(model, 0.02)
+    before = contents(model, optimizer)
+    backward(model, 0)
+    model.up.weight.grad = None
+    with pytest.raises(ValueError, match=r"'up\.weight' has no gradient"):
+        optimizer.step()
+    assert not differing(contents(model, optimizer), before)
 
 
-def test_groups_cannot_be_added():
-    optimizer = muon_with_adamw(decoder())
+def test_groups_are_added_to_one_of_the_two():
+    model = decoder()
+    optimizer = muon_with_adamw(model, 0.02)
+    matrix, vector = nn.Parameter(torch.eye(4)), nn.Parameter(torch.ones(4))
     with pytest.raises(TypeError, match="Muon or AdamW"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+        optimizer.add_param_group({"params": [matrix]})
+    assert len(optimizer.param_groups) == 2
+    optimizer.muon.add_param_group({"params": [("matrix", matrix)], "lr": 0.5})
+    optimizer.adamw.add_param_group({"params": [("vector", vector)]})
+    assert [group["param_names"][-1] for group in optimizer.param_groups][1::2] == ["matrix", "vector"]
+    assert set(optimizer.state[vector]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert torch.equal(optimizer.state[matrix]["momentum_buffer"], torch.zeros(4, 4))
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    matrix.grad, vector.grad = torch.ones(4, 4), torch.ones(4)
+    train(model, [optimizer], [0])
+    assert not torch.equal(matrix, torch.eye(4))
+    assert not torch.equal(vector, torch.ones(4))
+    schedule.step()
+    assert [group["lr"] for group in optimizer.muon.param_groups] == [0.01, 0.25]
+    other = copy.deepcopy(optimizer)
+    other.load_state_dict(optimizer.state_dict())
+    assert [group["lr"] for group in other.param_groups] == [0.01, 0.25, 0.01, 0.01]
+
+
+def test_groups_and_state_are_those_of_the_two():
+    model = decoder()
+    optimizer = muon_with_adamw(model, 0.02)
+    for parameter, own in ((model.up.weight, optimizer.muon), (model.head.weight, optimizer.adamw)):
+        assert optimizer.state[parameter] is own.state[parameter]
+        optimizer.state[parameter] = {"mine": 1}
+        assert own.state[parameter] == {"mine": 1}
+        del optimizer.state[parameter]
+        assert parameter not in own.state
+    assert list(optimizer.state) == [*optimizer.muon.state, *optimizer.adamw.state]
+    assert len(optimizer.state) == len(list(model.parameters())) - 1  # AdamW's is made anew when it is asked for
+    with pytest.raises(KeyError):
+        optimizer.state[nn.Parameter(torch.zeros(1))]
+    for group, own in zip(optimizer.param_groups, (optimizer.muon, optimizer.adamw), strict=True):
+        assert group is own.param_groups[0]
 
 
 def test_patterns_options_and_a_model_of_matrices_alone():

@@ -67,8 +67,9 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path, deed: st
 
 
 _LAUNCHER = """
-import pathlib, sys
+import pathlib, signal, sys
 from distmuon.profiling.launch import launch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
 launch("launched", ["hang", "1"], ranks=3, folder=pathlib.Path(sys.argv[1]))
 """
 

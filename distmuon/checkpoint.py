@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from distmuon.agreement import gather
 from distmuon.state import other_parameters
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter name, whatever the groups
@@ -39,21 +40,22 @@ def save(folder: Path | str, model: nn.Module, optimizers: Sequence[Optimizer], 
         others: what else has a ``state_dict``, as schedulers do, by a name of its own.
 
     Raises:
-        ValueError: the folder exists.
+        ValueError: the folder exists. On all ranks, if one finds it so.
+        OSError: it can't be written; likewise.
     """
     folder = Path(folder)
-    if folder.exists():
-        raise ValueError(f"{folder} exists: give each checkpoint a folder of its own")
     unfinished = folder.with_name(folder.name + _UNFINISHED)
     first = not dist.is_initialized() or dist.get_rank() == 0
-    if first:  # what a save that was cut off has left
-        shutil.rmtree(unfinished, ignore_errors=True)
-    _meet()
+    with _agreed():
+        if folder.exists():
+            raise ValueError(f"{folder} exists: give each checkpoint a folder of its own")
+        if first and unfinished.exists():  # what a save that was cut off has left
+            shutil.rmtree(unfinished)
     with _alone_without_warning():
         dcp.save(_state_dict(model, optimizers, others), checkpoint_id=unfinished)
-    if first:
-        unfinished.rename(folder)
-    _meet()
+    with _agreed():
+        if first:
+            unfinished.rename(folder)
 
 
 def load(folder: Path | str, model: nn.Module, optimizers: Sequence[Optimizer], **others: Stateful) -> None:
@@ -61,11 +63,14 @@ def load(folder: Path | str, model: nn.Module, optimizers: Sequence[Optimizer], 
 
     Raises:
         ValueError: it is of other parameters; names what is missing in it, and what is extra.
+        OSError: it is none, or can't be read. On all ranks, if one finds it so.
     """
     state_dict = _state_dict(model, optimizers, others)
     with _alone_without_warning():
         reader = dcp.FileSystemReader(folder)
-        _refuse_other_parameters(folder, state_dict, reader.read_metadata())
+        with _agreed():
+            metadata = reader.read_metadata()
+        _refuse_other_parameters(folder, state_dict, metadata)
         dcp.load(state_dict, storage_reader=reader)
     set_state_dict(
         model,
@@ -97,10 +102,7 @@ def _refuse_other_parameters(folder: Path | str, state_dict: dict[str, Any], met
         for key, value in state_dict[part].items()
         if isinstance(value, Tensor)
     }
-    everyone = [mine]
-    if dist.is_initialized():
-        everyone = [set()] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+    everyone = gather("says who has which parameters", mine, dist.group.WORLD)
     wanted = set(filter(is_state, set().union(*everyone)))
     stored = metadata.state_dict_metadata.items()
     saved = {key for key, value in stored if is_state(key) and isinstance(value, TensorStorageMetadata)}
@@ -108,9 +110,20 @@ def _refuse_other_parameters(folder: Path | str, state_dict: dict[str, Any], met
         raise ValueError(other_parameters(f"checkpoint {folder}", sorted(wanted - saved), sorted(saved - wanted)))
 
 
-def _meet() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+@contextmanager
+def _agreed() -> Iterator[None]:
+    """What is done within has been done on all ranks after it, or raises on all."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    everyone = gather("agrees on a checkpoint", error and f"{type(error).__name__}: {error}", dist.group.WORLD)
+    if error:
+        raise error
+    for rank, message in enumerate(everyone):
+        if message:
+            raise ValueError(f"rank {rank} can't handle the checkpoint, so no rank does: {message}")
 
 
 @contextmanager

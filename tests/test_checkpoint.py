@@ -6,7 +6,7 @@ import resource
 import signal
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +332,44 @@ def saved_twice(rank: int, ranks: int, folder: Path) -> str:
 def test_a_folder_that_is_taken_is_refused(pool, tmp_path):
     folder = tmp_path / "checkpoint"
     assert pool.run(2, saved_twice, folder) == [f"{folder} exists: give each checkpoint a folder of its own"] * 2
+
+
+def told(action: Callable[..., None], folder: Path, made: Made) -> str:
+    try:
+        action(folder, *made)
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def trouble_on_one(rank: int, ranks: int, folder: Path) -> list[str]:
+    """One rank finds a folder that is taken, can't name one that is written, or doesn't find one to read."""
+    made = make(ranks)
+    taken = folder / "taken"
+    if rank == 1:
+        taken.mkdir()
+    said = [told(checkpoint.save, taken if rank == 1 else folder / "new", made)]
+    rename = Path.rename
+    try:
+        if rank == 0:
+            Path.rename = lambda path, to: rename(path, folder / "no" / "where" if to.name == "written" else to)
+        said.append(told(checkpoint.save, folder / "written", made))
+    finally:
+        Path.rename = rename
+    checkpoint.save(folder / "good", *made)
+    said.append(told(checkpoint.load, folder / ("gone" if rank == 1 else "good"), made))
+    checkpoint.load(folder / "good", *made)
+    return said
+
+
+def test_trouble_that_one_rank_has_with_a_checkpoint_is_raised_on_all(pool, tmp_path):
+    results = pool.run(2, trouble_on_one, tmp_path)
+    assert results[1][0] == f"ValueError: {tmp_path / 'taken'} exists: give each checkpoint a folder of its own"
+    assert results[0][1].startswith("FileNotFoundError: ")
+    assert results[1][2].startswith("FileNotFoundError: ")
+    for number, own in enumerate((1, 0, 1)):
+        other = f"ValueError: rank {own} can't handle the checkpoint, so no rank does: {results[own][number]}"
+        assert results[1 - own][number] == other
 
 
 # A save that is cut off

@@ -12,15 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool
-from traces import FIGURES, STEP, device, event, launch, trace_exchanges, write
+from traces import FIGURES, REAL, STEP, device, event, launch, needs_real_traces, trace_exchanges, write
 
 from distmuon.profiling.intervals import length_us, overlap_us, parts_us, union
 from distmuon.profiling.trace import Trace
 from distmuon.profiling.tracefile import TraceError
 from distmuon.profiling.work import Work
-
-REAL = Path(__file__).parents[2] / "shared" / "traces"
-needs_real_traces = pytest.mark.skipif(not REAL.is_dir(), reason=f"the real traces are not there: {REAL}")
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])

@@ -36,6 +36,8 @@ _HOST_EXCHANGE = "gloo:"
 #: Operators of the host that copy; the second calls the first on a CPU.
 HOST_COPIES = ("aten::copy_", "aten::_foreach_copy_")
 _WITHIN = " > "
+#: The argument that says on which thread an event ran which a merged trace shows on another track.
+TRACK = "track"
 
 Thread = tuple[int | str, int | str]
 
@@ -171,7 +173,8 @@ class Trace:
     def _add(self, event: dict[str, Any]) -> None:
         category, name, args = event.get("cat", ""), event.get("name", ""), event.get("args") or {}
         try:
-            start_us, duration_us, thread = event["ts"], event.get("dur", 0), (event["pid"], event["tid"])
+            start_us, duration_us = event["ts"], event.get("dur", 0)
+            thread = event["pid"], event["tid"] if TRACK not in args else args[TRACK]
             self.start_us = min(self.start_us, start_us)
             self.end_us = max(self.end_us, start_us + duration_us)
         except KeyError as missing:

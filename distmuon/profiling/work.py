@@ -33,8 +33,8 @@ def own_times(runs: Iterable[tuple[str, float, float]]) -> Iterator[tuple[str, f
             ended, _, whole_us, inner_us = open_.pop()
             yield ended, whole_us - inner_us
         if open_:
-            *caller, inner_us = open_.pop()
-            open_.append((*caller, inner_us + duration_us))
+            caller, end_us, whole_us, inner_us = open_.pop()
+            open_.append((caller, end_us, whole_us, inner_us + duration_us))
         open_.append((name, start_us + duration_us, duration_us, 0.0))
     yield from ((ended, whole_us - inner_us) for ended, _, whole_us, inner_us in open_)
 

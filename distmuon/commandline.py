@@ -55,7 +55,9 @@ def one_of(kind: str, options: Iterable[str]) -> Callable[[str], str]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows as aligned text: numbers to the right, "n/a" for what cannot be told."""
+    """Rows as aligned text: numbers to the right, "n/a" for what cannot be told; "none" where there are none."""
+    if not rows:
+        return "none"
     cells = [list(rows[0]), *([_written(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     numeric = [not isinstance(value, str) for value in rows[0].values()]

@@ -128,12 +128,13 @@ def note_what_is_missing(traces: Sequence[Trace], range_name: str | None) -> Non
             print(f"note: {error}", file=sys.stderr)
     for trace in traces if range_name else ():
         for number, event in enumerate(trace.ranges(range_name), start=1):
+            reasons = []
             if lost := trace.lost_in(event):
-                print(
-                    f"note: {trace.path.name}: the trace ends before {lost} kernels of occurrence {number} ran, so its "
-                    "device figures are n/a",
-                    file=sys.stderr,
-                )
+                reasons.append(f"the trace ends before {lost} kernels of occurrence {number} ran")
+            if shared := trace.shared_in(event):
+                reasons.append(f"{shared} correlation ids of occurrence {number} launched something elsewhere, too")
+            for reason in reasons:
+                print(f"note: {trace.path.name}: {reason}, so its device figures are n/a", file=sys.stderr)
 
 
 if __name__ == "__main__":

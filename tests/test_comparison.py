@@ -129,6 +129,36 @@ def test_a_device_that_made_no_copies_made_none(tmp_path: Path) -> None:
     assert tables.counts_table(found).set_index("figure").loc["memcpy DtoD", "B"] == 0
 
 
+def test_a_trace_that_ends_too_early_has_no_work_of_the_device(tmp_path: Path) -> None:
+    cut = write(tmp_path, [*STEP, launch(8, 90), event("cpu_op", "aten::mm", 1, 2)], "cut.json")
+    found = compare(write(tmp_path, STEP, "whole.json"), cut, labels=("whole", "cut"))
+    work = tables.work_table(found)
+    assert work[work["where"] == "device"]["verdict"].isna().all()
+    assert row(work, name="gemm")[["calls, whole", "calls, cut"]].isna().tolist() == [False, True]
+    assert row(work, name="aten::mm")["calls, cut"] == 1
+    spans = tables.spans_table(found).set_index("figure")["cut"]
+    assert spans[["GPU span (ms)", "exchange (ms)", "overlap (%)"]].isna().all()
+    assert math.isnan(tables.counts_table(found).set_index("figure").loc["memcpy DtoD", "cut"])
+    assert row(tables.ranks_table(found), side="cut")[["GPU span (ms)", "exchanges (ms)"]].isna().all()
+    assert "as a side launched nothing, or its trace cannot tell" in tables.spans_finding(found)
+
+
+def test_the_host_alone_cannot_tell_how_long_exchanges_on_gpus_took(tmp_path: Path) -> None:
+    host = [event("user_annotation", "step", 0, 100), event("cpu_op", "c10d::alltoall_base_", 1, 5)]
+    found = compare(write(tmp_path, host, "a.json"), write(tmp_path, host, "b.json"))
+    spans = tables.spans_table(found).set_index("figure")["A"]
+    assert spans[["exchange (ms)", "CPU span: exposed exchange (ms)", "overlap (%)"]].isna().all()
+    assert tables.counts_table(found).set_index("figure").loc["collectives", "A"] == 1
+    assert tables.ranks_table(found)["exchanges (ms)"].isna().all()
+
+
+def test_ranges_in_which_nothing_ran(tmp_path: Path) -> None:
+    bare = [event("user_annotation", "step", 0, 100)]
+    found = compare(write(tmp_path, bare, "a.json"), write(tmp_path, bare, "b.json"))
+    assert tables.work_table(found).empty
+    assert "No operators, kernels or copies are recorded" in tables.conclusion(found)
+
+
 def test_rank_skew_on_a_common_clock(tmp_path: Path) -> None:
     exchange = {rank: [event("user_annotation", "gloo:all_to_all", 20, 30 - 10 * rank, tid=2)] for rank in range(2)}
     for rank, base_ns in enumerate((10**18, 10**18 + 10_000)):  # rank 1 starts 10 us later

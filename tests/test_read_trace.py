@@ -82,6 +82,13 @@ def test_side_by_side_too_what_cannot_be_told_is_null_in_json(call: Call, tmp_pa
     assert line.split()[2:5] == ["n/a", "2.0000", "n/a"]
 
 
+def test_ranges_in_which_nothing_ran_say_so_side_by_side(call: Call, tmp_path: Path) -> None:
+    path = write(tmp_path, [event("user_annotation", "step", 0, 100)])
+    code, output, _ = call(path, path, "--compare", "--range", "step")
+    assert code == 0
+    assert "OPERATORS\nnone\n" in output
+
+
 def test_what_traces_lack_is_said_beside_the_figures(call: Call, tmp_path: Path) -> None:
     write_rank(tmp_path, 0, 4)
     write_rank(tmp_path, 2, 4, [*STEP, launch(8, 90)])
@@ -124,6 +131,9 @@ def test_ranks_are_written_as_one_trace(call: Call, tmp_path: Path) -> None:
     [
         (["a.json", "--range", "stop"], "did you mean 'step'"),
         (["a.json", "--compare"], "--compare takes two traces or folders, not 1"),
+        (["a.json", "b.json", "a.json", "--compare"], "--compare takes two traces or folders, not 3"),
+        (["a.json", "b.json", "--compare", "--range", "stop"], "did you mean 'step'"),
+        (["a.json", "bare.json", "--compare"], "bare.json: no ranges"),
         (["a.json", "b.json", "--merge", "c.json"], "--merge takes one folder"),
         (["a.json", "--merge", "c.json"], "--merge takes a folder of ranks, and a.json is a file"),
         (["none.json"], "no such file"),

@@ -12,14 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool
-from traces import FIGURES, STEP, device, event, launch, trace_exchanges, write
+from traces import FIGURES, REAL, STEP, device, event, launch, needs_real_traces, trace_exchanges, write
 
 from distmuon.profiling.intervals import length_us, overlap_us, parts_us, union
-from distmuon.profiling.trace import Trace, Work
+from distmuon.profiling.trace import Trace
 from distmuon.profiling.tracefile import TraceError
-
-REAL = Path(__file__).parents[2] / "shared" / "traces"
-needs_real_traces = pytest.mark.skipif(not REAL.is_dir(), reason=f"the real traces are not there: {REAL}")
+from distmuon.profiling.work import Work
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
@@ -162,6 +160,25 @@ def test_activity_whose_launches_were_not_recorded_is_not_available(tmp_path: Pa
     assert trace.occurrences("step")[0].kernels is None
 
 
+def test_ranges_of_one_name_each_have_what_their_own_thread_and_process_launched(tmp_path: Path) -> None:
+    inner = event("user_annotation", "step", 15, 20)  # lies in the first, and has that of its name, too
+    other = [event("user_annotation", "step", 0, 100, tid=2), event("user_annotation", "step", 300, 50, pid=2)]
+    theirs = [launch(20, 310) | {"pid": 2}, launch(21, 310), device("kernel", "k", 400, 5, 20)]
+    trace = Trace(write(tmp_path, [*STEP, inner, *other, *theirs, device("kernel", "k", 410, 5, 21)]))
+    assert [each.kernels for each in trace.occurrences("step")] == [2, 1, 1, 1]
+
+
+def test_an_id_that_two_processes_used_leaves_both_without_device_figures(tmp_path: Path) -> None:
+    other = [event("user_annotation", "step", 300, 50, pid=2), launch(2, 310) | {"pid": 2}]
+    trace = Trace(write(tmp_path, [*STEP, *other, device("kernel", "k", 400, 5, 2)]))
+    first, second = trace.ranges("step")
+    assert (trace.shared_in(first), trace.shared_in(second)) == (1, 1)
+    for figures in (trace.occurrence(each).to_dict() for each in (first, second)):
+        assert {figures[name] for name in figures if name != "cpu_span_ms"} == {None}
+    assert trace.device_parts_us(first) is None
+    assert trace.device_work(first) == []
+
+
 def test_an_unknown_range_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="unknown range 'stop'; did you mean 'step'"):
         Trace(write(tmp_path, STEP)).ranges("stop")
@@ -182,7 +199,14 @@ def test_a_file_that_is_cut_off_or_no_trace_is_named(tmp_path: Path) -> None:
     plain.write_bytes(gzip.decompress(whole)[:-100])
     no_time = [{key: value for key, value in STEP[0].items() if key != "ts"}]
     others = {"other": {"other": 1}, "text": "text", "empty": [], "words": ["no", "events"], "timeless": no_time}
-    for path in (cut, damaged, plain, *(write(tmp_path, other, f"{name}.json") for name, other in others.items())):
+    others |= {"nothing": None, "worded_time": [STEP[0] | {"ts": "12"}], "no_length": [STEP[0] | {"dur": None}]}
+    others |= {"based": {"traceEvents": STEP, "baseTimeNanoseconds": "noon"}}
+    others |= {"ranked": {"traceEvents": STEP, "distributedInfo": {"rank": "first"}}}
+    blank, blank_gz = tmp_path / "blank.json", tmp_path / "blank.json.gz"
+    blank.write_bytes(b"")
+    blank_gz.write_bytes(gzip.compress(b""))
+    written = [write(tmp_path, other, f"{name}.json") for name, other in others.items()]
+    for path in (cut, damaged, plain, blank, blank_gz, *written):
         with pytest.raises(TraceError, match=path.name):
             Trace(path)
 

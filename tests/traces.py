@@ -7,9 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
+
+REAL = Path(__file__).parents[2] / "shared" / "traces"
+needs_real_traces = pytest.mark.skipif(not REAL.is_dir(), reason=f"the real traces are not there: {REAL}")
 
 
 def event(

@@ -67,6 +67,12 @@ class Measured:
         """How many ranks there are."""
         return self.occurrences["rank"].nunique()
 
+    def told(self, where: str) -> int:
+        """Of how many rows of ``occurrences`` the traces tell all that was done on the "device" or the "host"."""
+        if where == "host":
+            return len(self.occurrences)
+        return int(self.occurrences["kernels"].notna().sum())
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -207,9 +213,13 @@ def _occurrence(trace: Trace, event: Event) -> dict[str, float | None]:
     told = trace.occurrence(event)
     device, host = trace.device_parts_us(event), trace.host_parts_us(event)
     exposed_us = (device or {}).get("exposed exchange") if trace.has_device else host["exposed exchange"]
-    exchange_us = length_us(union(each.interval for each in trace.exchanges_in(event)))
-    if trace.has_device:
+    exchanges = trace.exchanges_in(event)
+    exchange_us = length_us(union(each.interval for each in exchanges))
+    # A trace that ends too early has not all of them, one of the host of a run on GPUs has none of them.
+    untold = told.kernels is None if trace.has_device else bool(told.collectives and not exchanges)
+    if trace.has_device or untold:
         del host["exposed exchange"]  # what the host waits for is on the device
+    hidden = None if untold or exposed_us is None or not exchange_us else 1 - exposed_us / exchange_us
     operators = trace.operators_in(event)
     figures: dict[str, float | None] = {
         "CPU span (ms)": told.cpu_span_ms,
@@ -220,8 +230,8 @@ def _occurrence(trace: Trace, event: Event) -> dict[str, float | None]:
         "collectives": told.collectives,
         "host operators": len(operators),
         "host copies": _outermost(each for each in operators if each.name in HOST_COPIES),
-        "exchange (ms)": exchange_us / 1e3,
-        "overlap (%)": None if exposed_us is None or not exchange_us else 100 - 100 * exposed_us / exchange_us,
+        "exchange (ms)": None if untold else exchange_us / 1e3,
+        "overlap (%)": None if hidden is None else 100 * hidden,
     }
     figures |= {f"memcpy {direction}": count for direction, count in (told.memcpy or {}).items()}
     for span, parts in ((SPANS["device"], device), (SPANS["host"], host)):

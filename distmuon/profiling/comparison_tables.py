@@ -56,13 +56,12 @@ def work_table(found: Comparison) -> pd.DataFrame:
     (as often, but in all of three or more occurrences), "same", None (a side cannot tell). Rows that vanished are
     kept. Largest change of time first.
     """
-    a, b = (side.work.groupby(["where", "name"])[["calls", "time_ms"]].sum() for side in found.sides)
-    a, b = (sums / len(side.occurrences) for sums, side in zip((a, b), found.sides, strict=True))
+    a, b = (_work_of_an_occurrence(side) for side in found.sides)
     names = a.index.union(b.index)
     times = [_times_by_occurrence(side.work) for side in found.sides]
     rows = []
     for where, name in names:
-        absent = [0.0 if where == "host" or side.has_device else math.nan for side in found.sides]
+        absent = [0.0 if side.told(where) else math.nan for side in found.sides]
         (calls_a, time_a), (calls_b, time_b) = (
             sums.loc[(where, name)] if (where, name) in sums.index else (nothing, nothing)
             for sums, nothing in zip((a, b), absent, strict=True)
@@ -81,6 +80,12 @@ def work_table(found: Comparison) -> pd.DataFrame:
     return table.sort_values("change (ms)", key=abs, ascending=False, ignore_index=True)
 
 
+def _work_of_an_occurrence(side: Measured) -> pd.DataFrame:
+    """Calls and time by place and name: means over the occurrences of which the trace tells what was done there."""
+    sums = side.work.groupby(["where", "name"])[["calls", "time_ms"]].sum()
+    return sums.div([side.told(where) for where in sums.index.get_level_values("where")], axis="index")
+
+
 def ranks_table(found: Comparison) -> pd.DataFrame:
     """A row a side and rank: how long after the first rank it starts, its spans, its exchanges, its waiting in them.
 
@@ -91,6 +96,7 @@ def ranks_table(found: Comparison) -> pd.DataFrame:
         started = start_offsets_ms(side)
         for rank, mine in side.occurrences.groupby("rank"):
             exchanges = side.exchanges[side.exchanges["rank"] == rank]
+            known = mine["exchange (ms)"].notna().all()
             rows.append(
                 {
                     "side": side.label,
@@ -98,9 +104,9 @@ def ranks_table(found: Comparison) -> pd.DataFrame:
                     "starts after the first (ms)": started.get(rank, math.nan),
                     "CPU span (ms)": mine["CPU span (ms)"].mean(),
                     "GPU span (ms)": mine["GPU span (ms)"].mean(),
-                    "exchanges (ms)": exchanges["duration_ms"].sum() / len(mine),
+                    "exchanges (ms)": exchanges["duration_ms"].sum() / len(mine) if known else math.nan,
                     "of it waiting (ms)": exchanges["waiting_ms"].sum(skipna=False) / len(mine)
-                    if side.ranks > 1
+                    if known and side.ranks > 1
                     else math.nan,
                 }
             )
@@ -154,7 +160,7 @@ def _mean(side: Measured, name: str) -> float:
     if name in side.occurrences:
         return side.occurrences[name].mean()
     # A side with a device and without such a copy has made none.
-    return 0.0 if name.startswith(COPIES.strip()) and side.has_device else math.nan
+    return 0.0 if name.startswith(COPIES.strip()) and side.told("device") else math.nan
 
 
 def _times_by_occurrence(work: pd.DataFrame) -> dict[tuple[str, str], list[float]]:
@@ -194,7 +200,7 @@ def spans_finding(found: Comparison) -> str:
         name = f"{span} (ms)"
         a, b = (_mean(side, name) for side in found.sides)
         if math.isnan(a + b):
-            told.append(f"{span}: n/a, as {_without_device(found)} recorded no device.")
+            told.append(f"{span}: n/a, as {_why_untold(found)}.")
         else:
             told.append(f"{span}: {b:,.2f} ms where {found.a.label} takes {a:,.2f} ms ({_change(found, name)}).")
     return " ".join(told)
@@ -220,6 +226,8 @@ def counts_finding(found: Comparison) -> str:
 def work_finding(found: Comparison) -> str:
     """What became of the operators, and which changed most."""
     table = work_table(found)
+    if table.empty:
+        return "No operators, kernels or copies are recorded in the range, on either side."
     counts = table["verdict"].value_counts()
     told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS[:6] if counts.get(verdict))
     sentence = f"Of {len(table)} operators, kernels and copies, {told or 'none came, went or changed in number'}"
@@ -285,8 +293,10 @@ def _apart(a: list[float], b: list[float]) -> str:
     return "longer" if min(b) > max(a) else "shorter" if max(b) < min(a) else ""
 
 
-def _without_device(found: Comparison) -> str:
-    return " and ".join(side.label for side in found.sides if not side.has_device) or "an occurrence"
+def _why_untold(found: Comparison) -> str:
+    if without := [side.label for side in found.sides if not side.has_device]:
+        return f"{' and '.join(without)} recorded no device"
+    return "a side launched nothing, or its trace cannot tell all that it launched"
 
 
 def _sentence(text: str) -> str:

@@ -22,7 +22,8 @@ from typing import Any
 
 from distmuon.names import choose
 from distmuon.profiling.intervals import parts_us, union
-from distmuon.profiling.tracefile import TraceError, rank_of, read_document
+from distmuon.profiling.tracefile import TraceError, base_ns_of, rank_of, read_document
+from distmuon.profiling.work import Work, own_times, tally
 
 # Categories, and what they were called before PyTorch 1.12; "Operator" then was a range as well.
 _HOST = {"user_annotation": "range", "cpu_op": "operator", "Operator": "operator"}
@@ -35,6 +36,8 @@ _HOST_EXCHANGE = "gloo:"
 #: Operators of the host that copy; the second calls the first on a CPU.
 HOST_COPIES = ("aten::copy_", "aten::_foreach_copy_")
 _WITHIN = " > "
+#: The argument that says on which thread an event ran which a merged trace shows on another track.
+TRACK = "track"
 
 Thread = tuple[int | str, int | str]
 
@@ -125,20 +128,6 @@ class Occurrence:
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """All runs of one operator, kernel or copy in a range.
-
-    Attributes:
-        calls: how many.
-        time_us: how long it ran: a device's activity from start to end, a host's operator without those it called.
-    """
-
-    name: str
-    calls: int
-    time_us: float
-
-
 class Trace:
     """A trace in memory.
 
@@ -165,10 +154,11 @@ class Trace:
         self._operators: dict[Thread, list[Event]] = {}
         self._launches: dict[Thread, list[tuple[float, int, bool]]] = {}  # when, correlation id, whether of a kernel
         self._activity: dict[int, list[Activity]] = {}  # by correlation id
+        self._launched: Counter[int] = Counter()  # by correlation id, how often
         with _many_objects():
             document = read_document(self.path)
             self.rank, self.ranks = rank_of(document, self.path)
-            self.base_ns = int(document.get("baseTimeNanoseconds", 0))
+            self.base_ns = base_ns_of(document, self.path)
             for event in document["traceEvents"]:
                 if event.get("ph") == "X" and event.get("cat") != "Trace":
                     self._add(event)
@@ -183,11 +173,14 @@ class Trace:
     def _add(self, event: dict[str, Any]) -> None:
         category, name, args = event.get("cat", ""), event.get("name", ""), event.get("args") or {}
         try:
-            start_us, duration_us, thread = event["ts"], event.get("dur", 0), (event["pid"], event["tid"])
+            start_us, duration_us = event["ts"], event.get("dur", 0)
+            thread = event["pid"], event["tid"] if TRACK not in args else args[TRACK]
+            self.start_us = min(self.start_us, start_us)
+            self.end_us = max(self.end_us, start_us + duration_us)
         except KeyError as missing:
             raise TraceError(f"{self.path}: not a trace: an event {name!r} has no {missing}") from None
-        self.start_us = min(self.start_us, start_us)
-        self.end_us = max(self.end_us, start_us + duration_us)
+        except TypeError:
+            raise TraceError(f"{self.path}: not a trace: an event {name!r} has a time that is no number") from None
         if host := _HOST.get(category):
             mine = Event(name, start_us, duration_us, *thread)
             if host == "range" or (category == "Operator" and "::" not in name):
@@ -197,6 +190,7 @@ class Trace:
         elif category in _LAUNCHES and "correlation" in args:
             launch = start_us, args["correlation"], bool(_KERNEL_LAUNCH.search(name))
             self._launches.setdefault(thread, []).append(launch)
+            self._launched[launch[1]] += 1
         elif kind := _DEVICE.get(category):
             if kind == "kernel" and _COLLECTIVE.search(name):
                 kind = "collective"
@@ -252,6 +246,17 @@ class Trace:
         """How many kernels were launched inside ``event`` whose activity the trace lacks: it ends before they ran."""
         return sum(is_kernel and id not in self._activity for _, id, is_kernel in self._launches_in(event))
 
+    def shared_in(self, event: Event) -> int:
+        """How many of its correlation ids launched something elsewhere, too, as in a trace of several processes: which
+        of the activity is whose cannot be told then.
+        """
+        inside = Counter(id for _, id, _ in self._launches_in(event) if id in self._activity)
+        return sum(times < self._launched[id] for id, times in inside.items())
+
+    def _untold(self, event: Event) -> bool:
+        """Whether the trace cannot tell all that ``event`` launched, and nothing else."""
+        return bool(self.lost_in(event) or self.shared_in(event))
+
     def _launches_in(self, event: Event) -> list[tuple[float, int, bool]]:
         launches = self._launches.get(event.thread, [])
         first = bisect_left(launches, event.start_us, key=lambda launch: launch[0])
@@ -281,7 +286,7 @@ class Trace:
         if not self.has_device:
             collectives = sum(operator.name.startswith("c10d::") for operator in self.operators_in(event))
             return Occurrence(cpu_span_ms, None, None, None, None, collectives, None)
-        if self.lost_in(event):
+        if self._untold(event):
             return Occurrence(cpu_span_ms, None, None, None, None, None, None)
         activity = self.launched_in(event)
         kinds = Counter(item.kind for item in activity)
@@ -308,7 +313,7 @@ class Trace:
         """
         activity = self.launched_in(event)
         covered = union(item.interval for item in activity)
-        if not covered or self.lost_in(event):
+        if not covered or self._untold(event):
             return None
         kinds = {"compute": ("kernel",), "copies": ("memcpy", "memset"), "exposed exchange": ("collective",)}
         layers = {part: [item.interval for item in activity if item.kind in of] for part, of in kinds.items()}
@@ -329,12 +334,13 @@ class Trace:
         return parts_us(event.interval, layers)
 
     def device_work(self, event: Event) -> list[Work]:
-        """What ran on the device for ``event``, by name."""
-        return _tally((item.name, item.duration_us) for item in self.launched_in(event))
+        """What ran on the device for ``event``, by name; nothing where the trace cannot tell all of it."""
+        told = [] if self._untold(event) else self.launched_in(event)
+        return tally((item.name, item.duration_us) for item in told)
 
     def host_work(self, event: Event) -> list[Work]:
         """The operators that ran inside ``event``, by name, each without the time of those it called."""
-        return _tally(_own_times(self.operators_in(event)))
+        return tally(own_times((each.name, each.start_us, each.duration_us) for each in self.operators_in(event)))
 
 
 @contextmanager
@@ -370,26 +376,3 @@ def _within(inner: list[Event], outer: list[Event]) -> list[Event]:
 def _direction(name: str) -> str:
     match = re.match(r"Memcpy (\w+)", name)
     return match[1] if match else name
-
-
-def _own_times(operators: list[Event]) -> Iterator[tuple[str, float]]:
-    """Each operator's time without those that it called; ``operators`` are of one thread, in order of start."""
-    open_: list[tuple[Event, float]] = []  # those that run, and the time of those that they called so far
-    for operator in operators:
-        while open_ and open_[-1][0].end_us <= operator.start_us:
-            ended, inner_us = open_.pop()
-            yield ended.name, ended.duration_us - inner_us
-        if open_:
-            caller, inner_us = open_.pop()
-            open_.append((caller, inner_us + operator.duration_us))
-        open_.append((operator, 0.0))
-    yield from ((ended.name, ended.duration_us - inner_us) for ended, inner_us in open_)
-
-
-def _tally(runs: Iterator[tuple[str, float]]) -> list[Work]:
-    calls: Counter[str] = Counter()
-    times: Counter[str] = Counter()
-    for name, time_us in runs:
-        calls[name] += 1
-        times[name] += time_us  # type: ignore[assignment]  # a Counter adds floats as well
-    return [Work(name, calls[name], times[name]) for name in calls]

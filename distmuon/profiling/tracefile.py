@@ -39,8 +39,28 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def rank_of(document: dict[str, Any], path: Path) -> tuple[int | None, int | None]:
-    """The rank that wrote a trace, and the number of ranks."""
+    """The rank that wrote a trace, and the number of ranks.
+
+    Raises:
+        TraceError: it tells them as something else than numbers.
+    """
     told = document.get("distributedInfo") or {}
     in_name = re.search(r"rank[-_]?(\d+)", path.name)
-    rank = told.get("rank", int(in_name[1]) if in_name else None)
-    return rank, told.get("world_size")
+    rank, ranks = told.get("rank", in_name and in_name[1]), told.get("world_size")
+    return _whole(rank, "rank", path), _whole(ranks, "world_size", path)
+
+
+def base_ns_of(document: dict[str, Any], path: Path) -> int:
+    """What to add to a trace's times for nanoseconds since the epoch; 0 where it does not tell.
+
+    Raises:
+        TraceError: it tells something else than a number.
+    """
+    return _whole(document.get("baseTimeNanoseconds"), "baseTimeNanoseconds", path) or 0
+
+
+def _whole(value: Any, name: str, path: Path) -> int | None:
+    try:
+        return None if value is None else int(value)
+    except (TypeError, ValueError):
+        raise TraceError(f"{path}: not a trace: its {name} is {value!r}, no whole number") from None

@@ -246,10 +246,11 @@ def launches_finding(counts: Mapping[str, LaunchCounts]) -> str:
 def times_finding(found: Ablation) -> str:
     """How much the last contestant's times differ from the first's."""
     settings = found.run.summary["settings"]
+    ranks = f"{settings['ranks']} {settings['device'].upper()} ranks"
     return (
         f"Against {found.labels[0]}, with all switches turned, the host time of a small step changes by "
-        f"{_told(host_change(found, found.host[-1]))}, and the step time on {settings['ranks']} {settings['device']} "
-        f"ranks by {_told(step_change(found, found.run.variants[-1]))}."
+        f"{_told(host_change(found, found.host[-1]))}, and the step time on {ranks} by "
+        f"{_told(step_change(found, found.run.variants[-1]))}."
     )
 
 
@@ -337,7 +338,7 @@ def _steps_sentence(found: Ablation) -> str:
     changes = {label[2:]: step_change(found, text) for label, text in zip(found.labels, found.counts, strict=True)}
     known = {label: change for label, change in changes.items() if change}
     moved = {label: change for label, change in known.items() if not _uncertain(change)}
-    step = f"The step of {settings['workload']} on {settings['ranks']} {settings['device']} ranks"
+    step = f"The step of {settings['workload']} on {settings['ranks']} {settings['device'].upper()} ranks"
     if any(not change.within_noise for change in known.values() if _uncertain(change)):
         return f"{step} was timed too few times to tell its changes from noise."
     if not moved:

@@ -23,9 +23,9 @@ from distmuon.ranges import PHASES
 
 _SOURCE_COLOURS = ("#0B3C5D", "#3F88C5", "#A6CEE3", "#D9D9D9", "#7F3B08", "#B35806", "#F1A340", "#FEE0B6")
 _PHASE_COLOURS = {
-    "momentum": "#999999",
+    "momentum": "#C4C4C4",
     "pack": "#D55E00",
-    "all_to_all": "#44403C",
+    "all_to_all": "#1A1A1A",
     "wait": "#FFFFFF",
     "unpack": "#E69F00",
     "newton_schulz": "#0072B2",
@@ -33,6 +33,8 @@ _PHASE_COLOURS = {
     "return_unpack": "#F0E442",
     "apply": "#56B4E9",
 }
+#: Of phases that in grey are as dark as another.
+_PHASE_HATCHES = {"unpack": "////", "apply": "...."}
 _TRANSFER, _WAITING = "#009E73", "#C9E8DE"
 
 
@@ -116,7 +118,8 @@ def timeline(step: pd.DataFrame) -> Figure:
     for position, rank in enumerate(ranks):
         mine = step[step["rank"] == rank]
         for name in PHASES:
-            _bars(axis, mine[mine["phase"] == name], start, position - 0.36, 0.4, _PHASE_COLOURS[name])
+            look = _PHASE_COLOURS[name], _PHASE_HATCHES.get(name)
+            _bars(axis, mine[mine["phase"] == name], start, position - 0.36, 0.4, *look)
         # Two exchanges may be in flight, each on its own thread.
         exchanges = mine[mine["kind"] == "exchange"]
         for lane, (_, carried) in enumerate(exchanges.groupby("thread", sort=False)):
@@ -129,9 +132,12 @@ def timeline(step: pd.DataFrame) -> Figure:
     axis.set_xlim(left=0)
     lanes = [(position + offset, text) for position, rank in enumerate(ranks) for offset, text in _lanes(rank)]
     axis.set_yticks([place for place, _ in lanes], [text for _, text in lanes])
-    named = [(_PHASE_COLOURS[name], name) for name in PHASES]
-    named += [(_WAITING, "exchange: waiting"), (_TRANSFER, "exchange: transfer")]
-    handles = [Patch(facecolor=colour, edgecolor=INK, linewidth=0.4, label=label) for colour, label in named]
+    named = [(name, _PHASE_COLOURS[name]) for name in PHASES]
+    named += [("exchange: waiting", _WAITING), ("exchange: transfer", _TRANSFER)]
+    handles = [
+        Patch(facecolor=colour, edgecolor=INK, linewidth=0.4, hatch=_PHASE_HATCHES.get(label), label=label)
+        for label, colour in named
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
     return figure
 
@@ -281,9 +287,17 @@ def typical_step(events: pd.DataFrame, variant: str) -> pd.DataFrame:
     return mine[(mine["repeat"] == repeat) & (mine["step"] == step)]
 
 
-def _bars(axis: Axes, rows: pd.DataFrame, start_us: float, bottom: float, height: float, colour: str) -> None:
+def _bars(
+    axis: Axes,
+    rows: pd.DataFrame,
+    start_us: float,
+    bottom: float,
+    height: float,
+    colour: str,
+    hatch: str | None = None,
+) -> None:
     spans = list(zip((rows["start_us"] - start_us) / 1e3, rows["duration_us"] / 1e3, strict=True))
-    axis.broken_barh(spans, (bottom, height), facecolors=colour, edgecolors=INK, linewidth=0.3)
+    axis.broken_barh(spans, (bottom, height), facecolors=colour, edgecolors=INK, linewidth=0.3, hatch=hatch)
 
 
 def _lanes(rank: int) -> list[tuple[float, str]]:

@@ -19,7 +19,7 @@ _KINDS = {
     "begin": ("#D55E00", "momentum, pack"),
     "owned": ("#0072B2", "Newton-Schulz of owned matrices"),
     "whole": ("#56B4E9", "Newton-Schulz of whole matrices"),
-    "finish": ("#999999", "decay, update"),
+    "finish": ("#D9D9D9", "decay, update"),
     "wait": ("#FFFFFF", "waiting"),
     "out": ("#009E73", "exchange out"),
     "back": ("#CC79A7", "exchange back"),

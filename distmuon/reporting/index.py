@@ -44,6 +44,12 @@ class _Group:
     columns: tuple[str, ...]
     rows: tuple[_Row, ...]
 
+    @property
+    def numeric(self) -> tuple[bool, ...]:
+        """Of each column, whether what it holds are numbers, where it holds anything."""
+        cells = zip(*(row.cells for row in self.rows), strict=True)
+        return tuple(any(cell.is_number for cell in column) for column in cells)
+
 
 def write_index(under: Path = RUNS) -> Path:
     """Write ``index.html`` for all notebooks' runs in ``under``, beside their folders."""

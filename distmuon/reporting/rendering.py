@@ -187,14 +187,16 @@ def _parameter_rows(notebook: nbformat.NotebookNode) -> list[_ParameterRow]:
         return []
     rows = []
     for name, declared_as in declared.items():
-        changed = values[name] != declared_as.default and name != FOLDER_PARAMETER
-        rows.append(_ParameterRow(name, _shown(values[name]), _shown(declared_as.default), changed, declared_as.help))
+        value, default = values[name], declared_as.default
+        changed = value != default and name != FOLDER_PARAMETER
+        rows.append(_ParameterRow(name, shown_value(value), shown_value(default), changed, declared_as.help))
     return rows
 
 
-def _shown(value: object) -> str:
+def shown_value(value: object) -> str:
+    """A parameter's value for a reader."""
     if isinstance(value, list | tuple):
-        return ", ".join(map(_shown, value)) or "(empty)"
+        return ", ".join(map(shown_value, value)) or "(empty)"
     return "(empty)" if value == "" else str(value)
 
 

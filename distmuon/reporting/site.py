@@ -12,7 +12,7 @@ from pathlib import Path
 
 from distmuon.folders import RUNS
 from distmuon.reporting.records import COMPLETE, Record, read_records
-from distmuon.reporting.rendering import render
+from distmuon.reporting.rendering import render, shown_value
 from distmuon.reporting.templates import write_page
 from distmuon.richtext import number
 
@@ -102,7 +102,7 @@ def _entry(record: Record, page: str, data: tuple[str, ...], records: Sequence[R
         record.conclusion or "",
         record.started.replace("T", " ")[:16],
         tuple((name, "n/a" if value is None else number(value)) for name, value in record.figures.items()),
-        tuple((name, str(value)) for name, value in _changed(record).items()),
+        tuple((name, shown_value(value)) for name, value in _changed(record).items()),
         data,
         f"A later run, {last.folder.name}, did not come to its end." if failed else "",
     )

@@ -52,7 +52,7 @@ function compareChosen() {
     const [one, other] = [a.figures[name] ?? null, b.figures[name] ?? null];
     const both = typeof one === "number" && typeof other === "number";
     const change = both && one !== 0 && !name.endsWith("(%)") ? `${(100 * (other / one - 1)).toFixed(1)} %` : "";
-    lines.push([name, show(one), show(other), both ? show(other - one) : "n/a", change]);
+    lines.push(Object.assign([name, show(one), show(other), both ? show(other - one) : "n/a", change], {figure: true}));
   }
   const table = document.createElement("table");
   table.className = "report";
@@ -65,7 +65,11 @@ function compareChosen() {
   for (const line of lines) {
     const row = body.insertRow();
     row.className = line[1] === line[2] ? "same" : "";
-    for (const text of line) row.insertCell().textContent = text;
+    for (const [place, text] of line.entries()) {
+      const cell = row.insertCell();
+      cell.textContent = text;
+      if (place && line.figure) cell.className = "number";
+    }
   }
   place.replaceChildren(table);
 }

@@ -60,7 +60,7 @@ class DistMuon(torch.optim.Optimizer):
         momentum_dtype: of the momentum and of what is orthogonalised; None: the parameter's.
         scale_free: normalise so that gradients from 1e-30 to 1e30 are orthogonalised alike. Times a power of two, from
             2^-100 to 2^100, they give the same bits; times another number the same update but for rounding, at most
-            1e-5 of its largest element in fp32, 0.15 with ``ns_dtype`` bfloat16. ``eps`` matters no more.
+            1e-5 of its largest element where all is fp32, 0.15 where bfloat16 has a part. ``eps`` matters no more.
         missing_gradients: "error": a rank without a gradient raises before it joins any exchange. "skip": a parameter
             without one on all its ranks is left alone, and one with it on some is an error on every rank; one small
             collective a step, on the CPU, agrees.

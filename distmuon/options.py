@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,8 +10,8 @@ import torch
 
 from distmuon.checks import check_choice, check_patterns, check_whole
 from distmuon.names import choose
-from distmuon.newton_schulz.costs import MAX_BATCH_BYTES, NS_ALGORITHMS, batch_bytes, gemm_flops
-from distmuon.placement import ParameterSpec
+from distmuon.newton_schulz.costs import MAX_BATCH_BYTES, NS_ALGORITHMS, batch_bytes
+from distmuon.placement import ParameterSpec, Storage
 from distmuon.variants import Variant
 
 #: Name patterns of the parameters of each bucket.
@@ -20,10 +19,6 @@ Patterns = Sequence[Sequence[str]]
 
 NS_DTYPES = (torch.bfloat16, torch.float32)
 MOMENTUM_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
-
-#: Replicas share the work where that saves so many FLOPs for each byte that it sends in addition: what a GPU of 400
-#: TFLOP/s does while a network of 50 GB/s moves a byte.
-FLOPS_PER_BYTE = 8_000
 
 
 class ExchangeKind(NamedTuple):
@@ -37,7 +32,11 @@ class ExchangeKind(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a plan is asked for, beside the parameters; names and meaning are those of ``DistMuon``."""
+    """What a plan is asked for, beside the parameters; names and meaning are those of ``DistMuon``.
+
+    ``sharing`` is what became of ``share_replicas=None``: where parameters lie whose replicas share. None until
+    :func:`distmuon.sharing.settled` has looked at them.
+    """
 
     buckets: Patterns | None = None
     variant: Variant = field(default_factory=Variant)
@@ -48,6 +47,7 @@ class PlanOptions:
     capturable: bool = False
     momentum_dtype: torch.dtype | None = None
     scale_free: bool = False
+    sharing: frozenset[Storage] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.buckets is not None:
@@ -84,26 +84,16 @@ class PlanOptions:
     def shares(self, spec: ParameterSpec) -> bool:
         """Whether the replicas of a parameter share its matrices, each orthogonalised once over all of them.
 
-        A matrix of n elements, cut over S ranks in each of R replicas, sends 2 R n (1 - 1/S) elements if each replica
-        works by itself. Shared it goes out from one replica, n (1 - 1/S), and back to all, n (R - 1/S): fewer for
-        S > 2, as many for S = 2, and n (R - 1) for S = 1, where nothing would travel.
-
-        This looks at sums over ranks, not at the busiest one: with fewer matrices than ranks an owner's way back to all
-        replicas takes longer than what it saves (``docs/log.md``), and False is faster.
+        Raises:
+            ValueError: that is left to the plan, and was not settled (:func:`distmuon.sharing.settled`).
         """
-        if not spec.replica_axes or self.share_replicas is False:
+        if not spec.replica_axes:
             return False
-        if self.share_replicas:
-            return True
-        assert spec.storage is not None
-        sizes = spec.storage.mesh_shape
-        replicas = math.prod(sizes[axis] for axis in spec.replica_axes)
-        flops = more = 0.0
-        for rows, axes in zip(spec.matrix_rows, spec.cut_axes, strict=True):
-            holders = math.prod(sizes[axis] for axis in axes)
-            flops += (replicas - 1) * gemm_flops(rows, spec.cols, 5, self.ns_algorithm)
-            more += (replicas - 1) * (2 / holders - 1) * rows * spec.cols * self.wire_dtype(spec.dtype).itemsize
-        return flops >= FLOPS_PER_BYTE * more
+        if self.share_replicas is not None:
+            return self.share_replicas
+        if self.sharing is None:
+            raise ValueError("share_replicas is None: settle first, for all parameters, which replicas share")
+        return spec.storage in self.sharing
 
     def exchange_axes(self, spec: ParameterSpec) -> tuple[int, ...]:
         """The mesh axes along which its matrices are exchanged: those that cut some of them, and those that share."""

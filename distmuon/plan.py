@@ -20,6 +20,7 @@ from distmuon.options import PlanOptions
 from distmuon.placement import ROWS, ParameterSpec, ranks_of
 from distmuon.richtext import Shown
 from distmuon.schedule import Piece, Stage
+from distmuon.sharing import settled
 
 
 @dataclass(frozen=True, repr=False)
@@ -154,7 +155,7 @@ def plan_step(parameters: Iterable[ParameterSpec], rank: int, options: PlanOptio
         ValueError: a parameter in no bucket, a pattern that matches nothing, a mesh that does not hold ``rank``.
     """
     parameters = tuple(parameters)
-    options = options or PlanOptions()
+    options = settled(parameters, options or PlanOptions())
     for spec in parameters:
         if spec.storage and rank not in spec.storage.members:
             raise ValueError(f"parameter {spec.name!r} is on a mesh of ranks {spec.storage.ranks}, without rank {rank}")

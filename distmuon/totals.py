@@ -21,6 +21,7 @@ from distmuon.owners import bound
 from distmuon.placement import BATCH, ParameterSpec, Storage, dim_runs, ranks_of, regions, replicas_of, within
 from distmuon.plan import make_drafts
 from distmuon.richtext import Shown
+from distmuon.sharing import settled
 
 Counts = NDArray[np.int64]
 
@@ -120,7 +121,7 @@ def step_totals(parameters: Iterable[ParameterSpec], options: PlanOptions | None
         ValueError: as for ``plan_step``, or a parameter without a mesh.
     """
     parameters = tuple(parameters)
-    options = options or PlanOptions()
+    options = settled(parameters, options or PlanOptions())
     ranks = ranks_of(parameters)
     if plain := next((spec.name for spec in parameters if spec.storage is None), None):
         raise ValueError(f"parameter {plain!r} is a plain tensor: totals over ranks need a mesh")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from distmuon.owners import IMBALANCE, even, longest_first
 from distmuon.placement import ParameterSpec, Storage
 from distmuon.plan import Plan, plan_step
 from distmuon.schedule import Stage
+from distmuon.sharing import settled
 
 
 def local_numbers(spec: ParameterSpec, rank: int) -> torch.Tensor:
@@ -151,7 +153,7 @@ class Replay:
         """Every holder has every result; each matrix was orthogonalised once, or once by each replica."""
         for held, results in zip(self.held, self.results, strict=True):
             assert all(torch.equal(result, local + DONE) for local, result in zip(held, results, strict=True))
-        options = self.plans[0].options
+        options = settled(self.specs, replace(self.plans[0].options, sharing=None))
         times = [1 if options.shares(spec) else replicas_of(spec, len(self.plans)) for spec in self.specs]
         # Parameters of equal numbers can't be told apart, so sums are compared.
         assert sum(int(computed.sum()) for computed in self.computed) == sum(

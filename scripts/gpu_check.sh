@@ -12,6 +12,10 @@ folder=${1:-runs/$(date -u +%Y%m%dT%H%M%S)-gpu-check}
 python=${PYTHON:-$(test -x .venv/bin/python && echo .venv/bin/python || echo python3)}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" KINETO_LOG_LEVEL=99
 
+if ! "$python" -c 'import torch'; then
+    echo "error: $python has no torch; PYTHON=... names one that has" >&2
+    exit 2
+fi
 code=0
 "$python" scripts/gpu_check.py --out "$folder/check" "${@:2}" || code=$?
 

@@ -90,11 +90,11 @@ def open_page(page: Path, folder: Path, width: int) -> tuple[Path, set[str]]:
     return picture, {url for url in urls if not own.match(url)}
 
 
-def page_after(page: Path, folder: Path, script: str) -> Path:
+def page_after(page: Path, folder: Path, script: str, width: int = 1000) -> Path:
     """What a page has become after its own scripts and ``script`` ran in headless Chromium, as another page."""
     scripted, after = folder / "scripted.html", folder / "after.html"
     scripted.write_text(page.read_text() + f"<script>{script}</script>")
-    after.write_text(_browse(scripted, folder, "--dump-dom"))
+    after.write_text(_browse(scripted, folder, f"--window-size={width},2400", "--dump-dom"))
     return after
 
 

@@ -1,7 +1,8 @@
-"""Notebooks as one runs them in JupyterLab: restarted and run in full with their defaults, from a folder elsewhere."""
+"""Notebooks as one runs them in JupyterLab, from a folder elsewhere, and their pages as a browser shows them."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import nbformat
 import pytest
 from executed import NOTEBOOKS, SMALL, Executed
 from nbclient import NotebookClient
+from pages import needs_browser, page_after
 
 from distmuon.reporting.outcome import find_failure, find_mark
 
@@ -50,3 +52,18 @@ def test_progress_is_gone_from_the_page(name: str, executed: Callable[[str], Exe
     assert "rank 0 of" in log
     shown = run.page.open_text + run.page.folded_text
     assert [line for line in log.splitlines() if line.strip() and line in shown] == []
+
+
+@needs_browser
+@pytest.mark.parametrize("name", SMALL)
+def test_no_table_scrolls_on_a_desk_and_no_page_on_a_phone(
+    name: str, executed: Callable[[str], Executed], tmp_path: Path
+) -> None:
+    page = executed(name).run.notebook.with_suffix(".html")
+    tables = "[...document.querySelectorAll('.cell table')]"
+    wide = f"{tables}.filter(each => each.offsetWidth > each.parentElement.clientWidth)"
+    script = f"document.title = [{wide}.map(each => each.caption.textContent), document.body.scrollWidth - innerWidth]"
+    for width, measured in ((1000, r"<title>,(-?\d+)</title>"), (500, r"<title>[^<]*,(-?\d+)</title>")):
+        found = re.search(measured, page_after(page, tmp_path, f"{script}.join();", width).read_text())
+        assert found, "no table is wider than the page"
+        assert int(found[1]) <= 0, "the page itself does not scroll sideways"

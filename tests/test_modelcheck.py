@@ -48,6 +48,8 @@ def test_the_error_is_the_median_of_the_turns() -> None:
     found = Check(Path(), SETTINGS, Assumptions(), 2, pd.DataFrame(rows))
     assert found.error("fused") == pytest.approx(-0.1)
     (row,) = found.table().to_dict("records")
+    assert "tiny on 2 CPU ranks that share 2 cores, 3 turns" in found._repr_html_()
+    assert '<td class="text">step</td><td class="number">10</td><td class="number">9</td>' in found._repr_html_()
     assert (row["low"], row["high"]) == pytest.approx((0.8, 3.0))
 
 

@@ -91,6 +91,11 @@ def test_what_is_watched_is_the_first_matrix_of_a_parameter(found: Training) -> 
     assert first["update_rms"].tolist() == pytest.approx([SMALL.adamw_lr] * 2, rel=0.01)  # sign of the gradient
 
 
+def test_a_training_shows_itself_as_a_table(found: Training) -> None:
+    assert repr(found) == "<Training: tiny on 2 ranks, 6 steps each, resumed at 3>"
+    assert '<td class="text">resumed</td><td class="number">3</td>' in found._repr_html_()
+
+
 def test_memory_adds_up(found: Training) -> None:
     memory = found.memory().set_index(["run", "rank"])
     adamw = memory.loc["AdamW"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from distmuon.profiling.intervals import length_us, union
 from distmuon.profiling.ranks import RankTraces
 from distmuon.profiling.trace import HOST_COPIES, Event, Trace
 from distmuon.profiling.tracefile import TraceError
+from distmuon.richtext import Shown
 
 #: Parts of a span, in the order in which figures stack them.
 PARTS = ("compute", "copies", "exposed exchange", "idle")
@@ -74,9 +75,9 @@ class Measured:
         return int(self.occurrences["kernels"].notna().sum())
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two sides; the first is what the second is compared with.
+@dataclass(frozen=True, repr=False)
+class Comparison(Shown):
+    """Two sides; the first is what the second is compared with. Prints as a table of their means.
 
     Raises:
         ValueError: both have one label.
@@ -93,6 +94,19 @@ class Comparison:
     def sides(self) -> tuple[Measured, Measured]:
         """Both, the first first."""
         return self.a, self.b
+
+    def _line(self) -> str:
+        a, b = (
+            f"{side.label} ({len(side.occurrences) / side.ranks:g} x {side.range_name} on {side.ranks} ranks)"
+            for side in self.sides
+        )
+        return f"{b} against {a}"
+
+    def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
+        means = pd.DataFrame({side.label: side.occurrences.mean() for side in self.sides})
+        means = means.drop(index=[*_PLACE, "start_us"]).dropna(how="all")
+        rows = means.astype(object).where(means.notna(), None)
+        return ("figure", *means.columns), list(rows.itertuples(name=None))
 
     def write(self, folder: Path) -> None:
         """Write ``comparison.json``, and of each side, "a" and "b", occurrences, work and exchanges as parquet."""

@@ -100,7 +100,8 @@ def run_as_rank(main: Callable[[], None]) -> None:
     """Run ``main`` in a process that :func:`launch` started.
 
     The process ends when its launcher has gone, shows where it is when asked, and ends at once when ``main`` raises,
-    before the other ranks can notice: so the first to fail is seen to be the first.
+    before the other ranks can notice: so the first to fail is seen to be the first. It ends at once, too, when ``main``
+    returns.
     """
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     threading.Thread(target=_follow_launcher, daemon=True).start()
@@ -110,6 +111,10 @@ def run_as_rank(main: Callable[[], None]) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+    # All is written. On a busy machine threads of libraries may outlive the interpreter's end, and abort the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _follow_launcher() -> None:

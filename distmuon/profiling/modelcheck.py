@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -42,6 +42,7 @@ from distmuon.profiling.events import merge_ranks, rank_events, sent_bytes, step
 from distmuon.profiling.launch import launch, run_as_rank
 from distmuon.profiling.session import Recorder, Settings
 from distmuon.profiling.trace import Trace
+from distmuon.richtext import Shown
 from distmuon.totals import step_totals
 from distmuon.workloads import get_workload
 from distmuon.workloads.storage import get_buckets, muon_parameters
@@ -59,9 +60,9 @@ _SMALL_COPIES = 20
 _COLD_NUMEL = 8 << 20
 
 
-@dataclass(frozen=True)
-class Check:
-    """A model and a measurement of the same steps.
+@dataclass(frozen=True, repr=False)
+class Check(Shown):
+    """A model and a measurement of the same steps. Prints as a table of both.
 
     Attributes:
         folder: where the measurement lies.
@@ -78,6 +79,15 @@ class Check:
     assumptions: Assumptions
     cores: int
     turns: pd.DataFrame
+
+    def _line(self) -> str:
+        asked = self.settings
+        return f"{asked.workload} on {asked.ranks} CPU ranks that share {self.cores} cores, {asked.steps} turns"
+
+    def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
+        columns = ["variant", "part", "measured_ms", "modelled_ms"]
+        rows = self.table()[columns].itertuples(index=False, name=None)
+        return ("variant", "part of a step", "measured (ms)", "modelled (ms)"), list(rows)
 
     def table(self) -> pd.DataFrame:
         """A row a variant and part: medians over turns of both times and of their ``ratio``, modelled to measured; and

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,6 +17,7 @@ from distmuon.folders import claim, fresh
 from distmuon.profiling.devices import refuse_absent_gpus
 from distmuon.profiling.launch import launch
 from distmuon.profiling.training_ranks import ADAMW, CHECKPOINT, DISTMUON, RESULTS, RESUMED, Settings
+from distmuon.richtext import Shown
 
 #: The frames of a :class:`Training`, and the parquet files that hold them.
 FRAMES = ("steps", "looks", "spectra", "memory")
@@ -28,9 +30,9 @@ class ResumeError(RuntimeError):
     """A run that resumed is not the run that never stopped."""
 
 
-@dataclass(frozen=True)
-class Training:
-    """What was trained.
+@dataclass(frozen=True, repr=False)
+class Training(Shown):
+    """What was trained. Prints as a table of the runs.
 
     Attributes:
         settings: what was asked for.
@@ -96,6 +98,16 @@ class Training:
             for run in (DISTMUON, ADAMW)
             for rank, wrote in enumerate(self.ranks[run])
         )
+
+    def _line(self) -> str:
+        asked = self.settings
+        return f"{asked.workload} on {asked.ranks} ranks, {asked.steps} steps each, resumed at {asked.resume_at}"
+
+    def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
+        runs = [(run, mine) for run, mine in self.steps().groupby("run", sort=False)]
+        header = ("run", "steps", "last loss (nats a token)", "optimizer step, median (ms)")
+        rows = [(run, len(mine), mine["loss"].iloc[-1], mine["step_ms"].median()) for run, mine in runs]
+        return header, [tuple(row) for row in rows]
 
     def write(self, folder: Path) -> None:
         """Write ``steps``, ``looks``, ``spectra`` and ``memory`` as parquet files."""

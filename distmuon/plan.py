@@ -61,12 +61,17 @@ class Plan(Shown):
             ns_steps: Newton-Schulz iterations, for the FLOPs.
 
         Returns:
-            Rows with ``bucket``, ``rank``, ``matrices`` it orthogonalises, ``gemm_flops``, ``sent_bytes`` to and
-            ``received_bytes`` from other ranks (both ways), ``collectives``, ``imbalance`` and ``imbalance_to_bound``
-            of the GEMM cost of matrices brought together (see :meth:`distmuon.schedule.Exchange.imbalance`; 1 without
-            any), and ``buffer_bytes``: updates, work buffer and packed buffers. ``replicas`` says whether replicas
-            share the bucket's matrices, "shared", "repeated" or "none" there; ``gemm_flops_otherwise`` and
-            ``sent_bytes_otherwise`` are what the bucket, by itself, would cost this rank the other way round.
+            Rows with ``bucket``, ``rank``, ``parameters`` it handles there, ``matrices`` it orthogonalises,
+            ``gemm_flops``, ``sent_bytes`` to and ``received_bytes`` from other ranks (both ways), ``collectives``,
+            ``imbalance`` and ``imbalance_to_bound`` of the GEMM cost of matrices brought together (see
+            :meth:`distmuon.schedule.Exchange.imbalance`; 1 without any), and ``buffer_bytes``: updates, work buffer and
+            packed buffers. ``replicas`` says whether replicas share the bucket's matrices, "shared" or "repeated", or
+            "none" there; "mixed" if its parameters differ in that. ``gemm_flops_otherwise`` and
+            ``sent_bytes_otherwise`` are what the bucket, by itself, would cost this rank if each parameter that has
+            replicas did the other.
+
+            Parameters that need no exchange may leave the bucket that patterns put them into: where matrices are
+            batched by shape they go where others of their shape are.
         """
         rows: list[dict[str, Any]] = []
         for rank in self.ranks() if ranks is None else ranks:
@@ -81,6 +86,7 @@ class Plan(Shown):
         return {
             "bucket": stage.name,
             "rank": self.rank,
+            "parameters": len(stage.parameters),
             "matrices": sum(batch.matrices for batch in stage.batches),
             "gemm_flops": self._gemm_flops([stage], ns_steps),
             "sent_bytes": self._sent_bytes([stage]),
@@ -96,15 +102,19 @@ class Plan(Shown):
     def _replicas(self, stage: Stage, ns_steps: int) -> dict[str, Any]:
         """The columns of a row that compare with the other way round, for which the bucket is planned anew."""
         specs = [self.parameters[index] for index in stage.parameters]
-        replicas, other = "none", self
+        replicated = [spec for spec in specs if spec.replica_axes]
+        does = {"shared" if self.options.shares(spec) else "repeated" for spec in replicated}
+        if len(replicated) < len(specs):
+            does.add("none")
+        other = self
         stages: tuple[Stage, ...] = (stage,)
-        if replicated := [spec for spec in specs if spec.replica_axes]:
-            shared = self.options.shares(replicated[0])
-            replicas = "shared" if shared else "repeated"
-            other = plan_step(specs, self.rank, replace(self.options, buckets=None, share_replicas=not shared))
+        if replicated:
+            sharing = frozenset(spec.storage for spec in replicated if spec.storage and not self.options.shares(spec))
+            options = replace(self.options, buckets=None, share_replicas=None, sharing=sharing)
+            other = plan_step(specs, self.rank, options)
             stages = other.stages
         return {
-            "replicas": replicas,
+            "replicas": does.pop() if len(does) == 1 else "mixed",
             "gemm_flops_otherwise": other._gemm_flops(stages, ns_steps),
             "sent_bytes_otherwise": other._sent_bytes(stages),
         }
@@ -118,12 +128,22 @@ class Plan(Shown):
         )
 
     def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
-        header = ("bucket", "matrices", "GFLOP", "sent (KiB)", "received (KiB)", "collectives", "buffers (KiB)")
+        header = (
+            "bucket",
+            "parameters",
+            "matrices",
+            "GFLOP",
+            "sent (KiB)",
+            "received (KiB)",
+            "collectives",
+            "buffers (KiB)",
+        )
         rows = [self._row(stage, ns_steps=5) for stage in self.stages]
         sizes = ("sent_bytes", "received_bytes", "collectives", "buffer_bytes")
         return header, [
             (
                 row["bucket"],
+                row["parameters"],
                 row["matrices"],
                 row["gemm_flops"] / 1e9,
                 *(row[name] if name == "collectives" else row[name] / 1024 for name in sizes),

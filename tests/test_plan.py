@@ -290,3 +290,57 @@ def test_published_buckets_are_known_by_name():
     assert PUBLISHED_BUCKETS["kimi-debug"][0] == ("layers.0.*",)
     with pytest.raises(ValueError, match="did you mean 'auto'"):
         plan_for("kimi-debug", buckets="autos")
+
+
+def test_a_bucket_of_parameters_with_and_without_replicas_is_mixed():
+    """One mesh of replicas, one of shards; both in the bucket that the user names."""
+    hybrid = Storage((2, 2), (0, 1, 2, 3), (Replicate(), Shard(0)))
+    sharded = Storage((4,), (0, 1, 2, 3), (Shard(0),))
+    specs = [
+        ParameterSpec("sharded", (64, 64), torch.float32, (64,), sharded),
+        ParameterSpec("hybrid", (32, 32), torch.float32, (32,), hybrid),
+        ParameterSpec(
+            "whole", (4, 16, 16), torch.float32, (16,), Storage((2, 2), (0, 1, 2, 3), (Replicate(), Shard(0)))
+        ),
+    ]
+
+    def rows_of(share: bool, **options: object) -> list[dict]:
+        return plan_step(specs, 0, PlanOptions(share_replicas=share, **options)).report()
+
+    by_stage = {row["bucket"]: row["replicas"] for row in rows_of(False, buckets=[("*",)])}
+    assert by_stage == {"0 *": "mixed", "0 * (2)": "repeated"}
+    shared, repeated = rows_of(True, variant=VARIANTS["baseline"]), rows_of(False, variant=VARIANTS["baseline"])
+    for this in ("gemm_flops", "sent_bytes"):
+        for rows, others in ((shared, repeated), (repeated, shared)):
+            assert sum(row[f"{this}_otherwise"] for row in rows) == sum(row[this] for row in others)
+
+
+def test_where_some_share_and_some_repeat_otherwise_is_each_the_other_way():
+    rows_cut, cols_cut = (Storage((2, 3), tuple(range(6)), (Replicate(), Shard(dim))) for dim in (0, 1))
+    specs = [
+        ParameterSpec(f"{name}{number}", (32, 32), torch.float32, (32,), storage)
+        for name, storage in (("a", rows_cut), ("b", cols_cut))
+        for number in range(1 if name == "a" else 3)
+    ]
+    first, second = (
+        plan_step(specs, 0, PlanOptions(variant=VARIANTS["baseline"], sharing=frozenset({storage}))).report()
+        for storage in (rows_cut, cols_cut)
+    )
+    for this in ("gemm_flops", "sent_bytes"):
+        assert sum(row[this] for row in first) != sum(row[this] for row in second)
+        for rows, others in ((first, second), (second, first)):
+            assert sum(row[f"{this}_otherwise"] for row in rows) == sum(row[this] for row in others)
+
+
+def test_parameters_that_leave_their_bucket_are_seen():
+    """Experts that one rank holds whole go to the exchange of matrices of their shape."""
+    mesh = Storage((2,), (0, 1), (Shard(0),))
+    specs = [
+        ParameterSpec("a.experts", (4, 16, 8), torch.float32, (16,), mesh),
+        ParameterSpec("a.w", (32, 8), torch.float32, (32,), mesh),
+        ParameterSpec("b.w", (16, 8), torch.float32, (16,), mesh),
+    ]
+    for variant, found in (("batched", [2, 1]), ("fused", [1, 2])):
+        plan = plan_step(specs, 0, PlanOptions([("a.*",), ("b.*",)], VARIANTS[variant]))
+        assert [row["parameters"] for row in plan.report([0])] == found
+        assert "parameters" in str(plan)

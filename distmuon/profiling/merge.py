@@ -123,7 +123,9 @@ def _slices(events: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]
 
 def _nested(slices: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The slices of one track as lanes, in each of which they nest; what is apart by rounding only is shortened."""
-    lanes: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [([], [])]  # all slices of each, and those that run
+    lanes: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
+        ([], [])
+    ]  # all slices of each, and those that run
     for event in slices:
         lane = next((lane for lane in lanes if _fits(event, lane[1])), None)
         if lane is None:

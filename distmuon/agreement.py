@@ -55,7 +55,7 @@ def refuse(error: Exception) -> NoReturn:
     raise error
 
 
-def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup) -> None:
+def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup, *, parameters: bool = True) -> None:
     """Raise on every rank of ``group``, or on none.
 
     One small collective if all is well, of digests; where ranks differ a second one fetches the claims themselves.
@@ -64,9 +64,11 @@ def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup) -> 
         claims: must be equal on the ranks of each mesh.
         error: what this rank found wrong by itself, if anything.
         group: of all ranks.
+        parameters: whether this rank has any.
 
     Raises:
-        ValueError: ranks differ, or another rank found an error; names the first difference and the ranks.
+        ValueError: ranks differ, none has parameters, or another rank found an error; names the first difference and
+            the ranks.
         RuntimeError: a rank has not come here within the time-out of the group.
         Exception: ``error`` itself, on the rank that found it.
     """
@@ -75,15 +77,16 @@ def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup) -> 
     except RuntimeError as absent:
         raise error or absent from None
     digests = {mesh: hashlib.sha256(repr(tuple(items)).encode()).hexdigest() for mesh, items in claims.items()}
-    gathered = gather(
-        "compares parameters and settings", (digests, error and f"{type(error).__name__}: {error}"), group
-    )
+    said = error and f"{type(error).__name__}: {error}"
+    gathered = gather("compares parameters and settings", (digests, said, parameters), group)
     if error:
         raise error
-    for rank, (_, message) in enumerate(gathered):
+    for rank, (_, message, _) in enumerate(gathered):
         if message:
             raise ValueError(f"rank {rank} could not set up DistMuon, so no rank can: {message}")
-    meshes = sorted({mesh for theirs, _ in gathered for mesh in theirs})
+    if not any(has_some for *_, has_some in gathered):
+        raise ValueError("there are no parameters on any rank: give at least one")
+    meshes = sorted({mesh for theirs, *_ in gathered for mesh in theirs})
     different = [mesh for mesh in meshes if len({gathered[rank][0].get(mesh) for rank in mesh}) > 1]
     if different:
         everything = gather("finds the difference", dict(claims), group)

@@ -36,7 +36,7 @@ def save(folder: Path | str, model: nn.Module, optimizers: Sequence[Optimizer], 
     Args:
         folder: where to; a new one.
         model: whose parameters and buffers to save.
-        optimizers: of its parameters, together.
+        optimizers: of its parameters, together; one without parameters, as a pipeline stage has it, is left out.
         others: what else has a ``state_dict``, as schedulers do, by a name of its own.
 
     Raises:
@@ -74,7 +74,7 @@ def load(folder: Path | str, model: nn.Module, optimizers: Sequence[Optimizer], 
         dcp.load(state_dict, storage_reader=reader)
     set_state_dict(
         model,
-        optimizers,
+        _with_parameters(optimizers),
         model_state_dict=state_dict["model"],
         optim_state_dict=state_dict["optimizers"],
         options=_OPTIONS,
@@ -88,8 +88,13 @@ def latest(folder: Path | str) -> Path | None:
 
 
 def _state_dict(model: nn.Module, optimizers: Sequence[Optimizer], others: dict[str, Stateful]) -> dict[str, Any]:
-    of_model, of_optimizers = get_state_dict(model, list(optimizers), options=_OPTIONS)
+    of_model, of_optimizers = get_state_dict(model, _with_parameters(optimizers), options=_OPTIONS)
     return {"model": of_model, "optimizers": of_optimizers, **others}
+
+
+def _with_parameters(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Those that have any: torch looks for the state of the first one."""
+    return [each for each in optimizers if any(group["params"] for group in each.param_groups)]
 
 
 def _refuse_other_parameters(folder: Path | str, state_dict: dict[str, Any], metadata: dcp.Metadata) -> None:

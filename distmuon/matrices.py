@@ -105,11 +105,13 @@ def matrix_rows(name: str, shape: tuple[int, ...], row_blocks: RowBlocks | None 
 def refuse_unmatched(kind: str, patterns: Iterable[str], names: Iterable[str]) -> None:
     """Refuse a pattern that no parameter's name matches: a typing error would pass silently otherwise.
 
+    Without names there is nothing to tell one by: a pipeline stage without parameters is given what all stages are.
+
     Raises:
         ValueError: naming the pattern and, as a hint, the first names there are.
     """
     names = list(names)
-    for pattern in patterns:
+    for pattern in patterns if names else ():
         if not any(fnmatchcase(name, pattern) for name in names):
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
             raise ValueError(f"{kind} pattern {pattern!r} matches no parameter; there are {len(names)}: {shown}")

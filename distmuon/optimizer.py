@@ -34,8 +34,9 @@ class DistMuon(torch.optim.Optimizer):
     Names, defaults and meaning up to ``adjust_lr_fn`` are those of ``torch.optim.Muon``. The update of a matrix depends
     neither on how it is stored nor on the number of ranks. Where ``torch.distributed`` is initialized construction is
     collective, whatever the parameters: all ranks of the job construct it together, each with the parameters that it
-    holds, as pipeline stages do. It raises on all of them if one finds an error, or if ranks that share a mesh were
-    given different parameters or settings, or if a rank does not come within the time-out of the default group.
+    holds, as pipeline stages do, and a stage without any with an empty list. It raises on all of them if one finds an
+    error, or if ranks that share a mesh were given different parameters or settings, or if a rank does not come within
+    the time-out of the default group.
 
     Args:
         params: parameters, named parameters, or groups (dicts with ``params``, best with named ones, and their own
@@ -141,7 +142,7 @@ class DistMuon(torch.optim.Optimizer):
             "row_blocks": None,
         }
         try:
-            super().__init__(params, defaults)
+            super().__init__(params if self._host is None else _groups_of(params), defaults)
         except Exception as error:
             self._agree({}, error)
         self._set_up()
@@ -259,7 +260,13 @@ class DistMuon(torch.optim.Optimizer):
                 raise ValueError(f"a parameter group needs 'params'; this one has {', '.join(map(repr, param_group))}")
             refuse_unknown_keys(param_group, self.defaults)
             param_group = param_group.copy()
-        super().add_param_group(param_group)
+        # Torch wants all groups to have names, or none; one of no parameters can't know.
+        every, self.param_groups = self.param_groups, [group for group in self.param_groups if group["params"]]
+        try:
+            super().add_param_group(param_group)
+            every.append(self.param_groups[-1])
+        finally:
+            self.param_groups = every
 
     def _set_up(self, error: Exception | None = None) -> None:
         """Check, plan, reserve state and buffers, and agree with the other ranks that all could; else change nothing.
@@ -279,6 +286,8 @@ class DistMuon(torch.optim.Optimizer):
             if not isinstance(self._process_group, dist.ProcessGroup | None):
                 raise TypeError(f"process_group is {self._process_group!r}: give a process group, or None")
             settings = [group_settings(group, options) for group in self.param_groups]
+            if not parameters and self._host is None:
+                raise ValueError("there are no parameters: give at least one")
             device = one_device(parameters, names)
             blocks = settled_row_blocks(self.param_groups, self._row_blocks, [name for each in names for name in each])
             specs = describe(self.param_groups, names, blocks, options.momentum_dtype, self._process_group)
@@ -290,7 +299,7 @@ class DistMuon(torch.optim.Optimizer):
             buffers = Buffers(plan, device)
         except Exception as found:  # out of memory, too
             error = found
-        self._agree({} if error else claimed, error)
+        self._agree({} if error else claimed, error, parameters=bool(parameters))
         groups = find_groups(plan, parameters, self._process_group, self._host)
         runner = StepRunner(plan, buffers, Exchanger(plan, groups, buffers, device))
         agreement = self._agree_on_gradients(policy, specs)
@@ -302,10 +311,10 @@ class DistMuon(torch.optim.Optimizer):
         self._names, self._options, self._policy = names, options, policy
         self._plan, self._runner, self._agreement = plan, runner, agreement
 
-    def _agree(self, claimed: Claims, error: Exception | None) -> None:
+    def _agree(self, claimed: Claims, error: Exception | None, *, parameters: bool = True) -> None:
         """Raise ``error``; of several ranks all raise, or none."""
         if self._host is not None:
-            agree(claimed, error, self._host)
+            agree(claimed, error, self._host, parameters=parameters)
         elif error:
             raise error
 
@@ -331,6 +340,11 @@ class DistMuon(torch.optim.Optimizer):
         gradient = checked_gradient(name, parameter, dtype, self._policy)
         held = None if gradient is None else local(gradient)
         return LocalParameter(local(parameter), held, local(momentum), settings)
+
+
+def _groups_of(params: Any) -> Any:
+    """What ``torch.optim.Optimizer`` takes of several ranks: of a rank without parameters a group of none."""
+    return params if isinstance(params, Tensor) else list(params) or [{"params": []}]
 
 
 def _options(variant: str | Variant, **options: Any) -> PlanOptions:

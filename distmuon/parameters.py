@@ -116,20 +116,18 @@ def claims(
 
 
 def one_device(parameters: Iterable[Tensor], names: Iterable[Iterable[str]]) -> torch.device:
-    """The device of all parameters.
+    """The device of all parameters; without any the CPU.
 
     Raises:
-        ValueError: there is none, or more than one.
+        ValueError: there is more than one.
     """
     devices: dict[torch.device, str] = {}
     for parameter, name in zip(parameters, chain.from_iterable(names), strict=True):
         devices.setdefault(local(parameter).device, name)
-    if not devices:
-        raise ValueError("there are no parameters: give every rank at least one")
     if len(devices) > 1:
         shown = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ValueError(f"the parameters are on several devices ({shown}): move them to one")
-    return next(iter(devices))
+    return next(iter(devices), torch.device("cpu"))
 
 
 def local(tensor: Tensor) -> Tensor:

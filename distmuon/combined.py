@@ -18,7 +18,7 @@ from distmuon.agreement import refuse
 from distmuon.matrices import RowBlocks
 from distmuon.optimizer import DistMuon
 from distmuon.routing import RoutingTable, Split, split_parameters
-from distmuon.state import other_parameters
+from distmuon.state import opaque, other_parameters
 
 
 def muon_with_adamw(
@@ -138,6 +138,10 @@ class MuonWithAdamW(Optimizer):
         if self.adamw is not None and self.muon.skipped_steps == skipped:
             self.adamw.step()
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the two as one, their groups in order."""
+        return opaque(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned.

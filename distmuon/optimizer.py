@@ -23,7 +23,7 @@ from distmuon.placement import ParameterSpec
 from distmuon.plan import Plan, plan_step
 from distmuon.process_groups import find_groups
 from distmuon.settings import Settings, group_settings, refuse_unknown_keys
-from distmuon.state import loading
+from distmuon.state import loading, opaque
 from distmuon.step import LocalParameter, StepRunner
 from distmuon.variants import Variant, get_variant
 
@@ -224,6 +224,10 @@ class DistMuon(torch.optim.Optimizer):
             return loss
         self._runner.run(tensors)
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names, settings and momenta, which are not copied, as of ``torch.optim.Muon``."""
+        return opaque(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what was saved, also by ``torch.optim.Muon``.

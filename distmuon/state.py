@@ -150,13 +150,40 @@ def _with_settings(own: Sequence[tuple[str, Tensor]], group: Group, sources: Seq
         )
     saved = settings[0] if settings else {}
     for name, parameter in own if "row_blocks" in saved else ():
-        here, there = (matrix_rows(name, tuple(parameter.shape), each["row_blocks"]) for each in (group, saved))
-        if here != there:
-            raise ValueError(
-                f"parameter {name!r} is matrices of {here} rows, but was saved as matrices of {there}: give the "
-                "row_blocks that it was trained with, or take row_blocks out of the state dict's groups"
-            )
+        refuse_other_matrices(name, tuple(parameter.shape), group["row_blocks"], saved["row_blocks"])
     return {**group, **saved, "row_blocks": group["row_blocks"]}
+
+
+def refuse_other_matrices(name: str, shape: tuple[int, ...], own: Any, saved: Any) -> None:
+    """Refuse to go on with other matrices than a parameter was trained as.
+
+    Args:
+        name: of the parameter.
+        shape: of it, global.
+        own: ``row_blocks`` of its group, a dict or as :func:`opaque` makes them.
+        saved: likewise, those that were saved.
+
+    Raises:
+        ValueError: they cut it otherwise; names both cuts.
+    """
+    here, there = (matrix_rows(name, shape, None if each is None else dict(each)) for each in (own, saved))
+    if here != there:
+        raise ValueError(
+            f"parameter {name!r} is matrices of {here} rows, but was saved as matrices of {there}: give the "
+            "row_blocks that it was trained with, or take row_blocks out of the state dict's groups"
+        )
+
+
+def opaque(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict, changed in place, whose ``row_blocks`` are tuples of pairs.
+
+    ``torch.distributed.checkpoint`` goes into a dict: it would look for the same patterns in what was saved, and write
+    what it finds into the group's own dict.
+    """
+    for group in state_dict["param_groups"]:
+        if group.get("row_blocks") is not None:
+            group["row_blocks"] = tuple(group["row_blocks"].items())
+    return state_dict
 
 
 def other_parameters(what: str, missing: Sequence[str], extra: Sequence[str]) -> str:

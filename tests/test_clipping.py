@@ -69,6 +69,25 @@ def test_norm_of_large_gradients_does_not_overflow():
     torch.testing.assert_close(parameter.grad, torch.full((4, 4), 0.25))
 
 
+def test_a_norm_that_is_not_finite_can_be_an_error():
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([1.0, torch.nan, 2.0])
+    with pytest.raises(RuntimeError, match="the norm of the gradients is nan: they are not scaled"):
+        clip_grad_norm_(parameter, 1.0, error_if_nonfinite=True)
+    assert parameter.grad[0] == 1.0
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan])
+def test_max_norm_that_bounds_nothing_is_refused(max_norm):
+    with pytest.raises(ValueError, match="max_norm is"):
+        clip_grad_norm_(nn.Parameter(torch.zeros(3)), max_norm)
+
+
+def test_pairs_of_names_and_parameters_are_refused():
+    with pytest.raises(TypeError, match="parameters has a tuple"):
+        clip_grad_norm_(nn.Linear(2, 2).named_parameters(), 1.0)
+
+
 def test_norm_type_below_zero_is_refused():
     with pytest.raises(ValueError, match="norm_type must be above 0, not -1"):
         clip_grad_norm_(nn.Parameter(torch.zeros(3)), 1.0, norm_type=-1.0)

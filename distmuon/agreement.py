@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import itertools
+import pickle
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 #: For each mesh, by its global ranks, what this rank is about to do with it: (what, value) items in order.
@@ -143,12 +147,19 @@ def gather(what: str, value: object, group: dist.ProcessGroup | None) -> list:
     """
     if group is None:
         return [value]
-    gathered: list = [None] * dist.get_world_size(group)
+    # As all_gather_object does it, but that needs NumPy, which torch does not install.
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     try:
-        dist.all_gather_object(gathered, value, group=group)
+        dist.all_gather(sizes, torch.tensor([mine.numel()]), group=group)
+        longest = max(int(size) for size in sizes)
+        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(gathered, nn.functional.pad(mine, (0, longest - mine.numel())), group=group)
     except RuntimeError as error:
         raise collective_failure(f"the all_gather that {what}", group, error) from error
-    return gathered
+    return [
+        pickle.loads(ctypes.string_at(held.data_ptr(), int(size))) for held, size in zip(gathered, sizes, strict=True)
+    ]
 
 
 def _first_difference(mesh: tuple[int, ...], claims: Mapping[int, Sequence[tuple[str, str]]]) -> str:

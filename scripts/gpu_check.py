@@ -24,6 +24,7 @@ from distmuon.commandline import Parser, checked, one_of, table
 from distmuon.folders import claim, fresh
 from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.device_check import CONTESTANTS, Checked, check_rank, summary, whole_digests
+from distmuon.profiling.devices import use_gpu
 from distmuon.provenance import provenance
 from distmuon.workloads import get_workload
 
@@ -62,6 +63,8 @@ def main() -> int:
         claim(folder)
     except (ValueError, FileExistsError) as error:
         parser.error(str(error))
+    if device == "cuda":
+        use_gpu(torch.device("cuda", 0))
     question: dict[str, Any] = {"ranks": arguments.ranks, "ep": arguments.ep, "device": device}
     contestants = arguments.contestants or CONTESTANTS
     found: list[Checked] = []

@@ -11,12 +11,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from traces import device, event, launch, texts, write
 
 from distmuon.profiling.counting import count_launches
-from distmuon.profiling.device_check import CONTESTANTS, check_rank, profiled_counts, summary, whole_digests
+from distmuon.profiling.device_check import (
+    CONTESTANTS,
+    check_rank,
+    digest_after,
+    profiled_counts,
+    summary,
+    whole_digests,
+)
+from distmuon.profiling.devices import use_gpu
+from distmuon.profiling.standin import exchanges_move_nothing, stand_for
 from distmuon.profiling.trace import Trace
 from distmuon.workloads import get_workload
+from distmuon.workloads.storage import muon_parameters
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,10 +59,40 @@ def test_contestants_of_one_arithmetic_have_the_same_bits(tmp_path: Path) -> Non
 def test_a_difference_in_bits_is_told(tmp_path: Path) -> None:
     (found,) = check_rank(get_workload("tiny"), 0, ["fused"], ranks=2, ep=2, device="cpu", folder=tmp_path, steps=1)
     graph = replace(found, contestant="fused (graph)", counted=None)
+    graph = replace(graph, eager_digest=graph.digest)
     other = replace(graph, digest="other")
     digests = {"baseline": "a", "batched": "a", "fused": "b"}
-    assert [row["bits"] for row in summary([found, graph], digests)] == ["DIFFER from baseline", "equal to fused"]
-    assert summary([found, other], digests)[1]["bits"] == "DIFFER from fused"
+    assert [row["bits"] for row in summary([found, graph], digests)] == [
+        "DIFFER from baseline",
+        "equal to its steps without a graph",
+    ]
+    assert summary([found, other], digests)[1]["bits"] == "DIFFER from its steps without a graph"
+
+
+def test_a_gpu_is_used_with_settings_that_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    kept = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        use_gpu(torch.device("cuda", 1))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory, "which would be launches"
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = kept
+    assert chosen == [torch.device("cuda", 1)]
+
+
+def test_a_captured_step_is_held_against_steps_of_its_own_settings() -> None:
+    """The rate of a graph is a tensor, which rounds otherwise than a number: the plain contestant has other bits."""
+    specs, options = muon_parameters(get_workload("tiny"), ranks=2, ep=2), {"ns_dtype": torch.float32}
+    held = options | {"capturable": True, "lr": torch.tensor(1e-3)}
+    with stand_for(0, 2), exchanges_move_nothing():
+        plain, first, again = (digest_after(3, specs, 0, "cpu", 0, each) for each in (options, held, held))
+    assert first == again != plain
 
 
 # One step of a GPU: a bias copy inside a product, a cast inside a call that has no rule, and an exchange's stand-in.
@@ -96,9 +137,9 @@ def test_differences_are_listed_by_operator(tmp_path: Path) -> None:
 def test_the_script_needs_nothing_but_torch(tmp_path: Path) -> None:
     """Run with no other package to be found, as on a machine where nothing may be installed."""
     blocked = tmp_path / "blocked"
-    for package in ("pandas", "matplotlib", "pyarrow", "IPython", "papermill", "yaml"):
+    for package in ("numpy", "pandas", "matplotlib", "pyarrow", "IPython", "papermill", "yaml"):
         (blocked / package).mkdir(parents=True)
-        (blocked / package / "__init__.py").write_text("raise ImportError('not here')")
+        (blocked / package / "__init__.py").write_text("raise ModuleNotFoundError('not here')")
     script = [str(ROOT / "scripts" / "gpu_check.sh"), str(tmp_path / "out")]
     options = ["--workload", "tiny", "--ranks", "2", "--steps", "1", "--device", "cpu"]
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(blocked)}

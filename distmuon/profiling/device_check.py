@@ -3,18 +3,20 @@
 The ranks' real optimizers step on the device under torch's fake process group. What a profiler saw of a step is laid
 beside what the launch counter says of it, operator by operator; spans and the time of packing are the device's. An
 exchange brings ones (:func:`distmuon.profiling.standin.exchanges_move_nothing`), so it costs one kernel that is left
-out here, and times hold no waiting for other ranks. Bits are compared where one rank holds all matrices: contestants
-may choose other owners, and what others own is ones here. Needs nothing but torch.
+out here (but not of a graph, whose kernels have no operator), and times hold no waiting for other ranks. Bits are
+compared where one rank holds all matrices: contestants may choose other owners, and what others own is ones here. Needs
+nothing but torch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,8 @@ class Checked:
         gpu_span_ms: of each, from its first activity to the end of its last; None where there is no device.
         pack_us: device time of all packing before an exchange, in the middle step; None where there is no device.
         plain_copy_us: of copies of as many elements, from and to the same dtypes, without regions.
-        digest: of the rank's parameters after all steps; a graph's must be that of the step it holds.
+        digest: of the rank's parameters after all steps.
+        eager_digest: of a graph: the same after as many of the steps that it holds, one by one; None elsewhere.
     """
 
     contestant: str
@@ -70,6 +73,7 @@ class Checked:
     pack_us: float | None
     plain_copy_us: float | None
     digest: str
+    eager_digest: str | None = None
 
     @property
     def differences(self) -> list[str]:
@@ -125,15 +129,29 @@ def check_rank(
         counted = _count(specs, rank, ranks, options)
         for name, captured in [(text, False), (text + _GRAPH, True)][: 2 if device == "cuda" else 1]:
             with stand_for(rank, ranks), exchanges_move_nothing():
+                eager = None
                 if captured:
                     options |= {"capturable": True, "lr": torch.tensor(1e-3, device=device)}
+                    eager = digest_after(2 + steps, specs, rank, device, seed, options)
                 optimizer = make_optimizer(specs, rank, device, **options)
                 _randomize(optimizer, device, seed)
                 path = folder / f"rank{rank}.{name.replace(' ', '')}.trace.json"
                 _run(optimizer, path, device, steps, captured)
                 plain_us = _plain_copy_us(optimizer, folder) if device == "cuda" and not captured else None
-                found.append(_read(name, rank, Trace(path), optimizer, None if captured else counted, plain_us))
+                read = _read(name, rank, Trace(path), optimizer, None if captured else counted, plain_us)
+                found.append(replace(read, eager_digest=eager))
     return found
+
+
+def digest_after(
+    steps: int, specs: Sequence[ParameterSpec], rank: int, device: str, seed: int, options: Mapping[str, Any]
+) -> str:
+    """The digest of the parameters after ``steps`` of an optimizer of its own, from the seed on."""
+    optimizer = make_optimizer(specs, rank, device, **options)
+    _randomize(optimizer, device, seed)
+    for _ in range(steps):
+        optimizer.step()
+    return _digest(optimizer)
 
 
 def whole_digests(
@@ -144,11 +162,7 @@ def whole_digests(
     digests = {}
     for text in contestants:
         with stand_for(0, 1), exchanges_move_nothing():
-            optimizer = make_optimizer(specs, 0, device, **_options(workload, text, device))
-            _randomize(optimizer, device, seed)
-            for _ in range(steps):
-                optimizer.step()
-            digests[text] = _digest(optimizer)
+            digests[text] = digest_after(steps, specs, 0, device, seed, _options(workload, text, device))
     return digests
 
 
@@ -182,11 +196,9 @@ def summary(found: Sequence[Checked], digests: Mapping[str, str]) -> list[dict[s
 
 def _bits(name: str, found: Sequence[Checked], digests: Mapping[str, str]) -> str:
     """Whether a contestant has the bits of the first with its arithmetic, or a graph those of the step it holds."""
-    eager = name.removesuffix(_GRAPH)
-    if name != eager:
-        by_rank = {(each.rank, each.contestant): each.digest for each in found}
-        same = all(by_rank[rank, eager] == digest for (rank, of), digest in by_rank.items() if of == name)
-        return f"{'equal to' if same else 'DIFFER from'} {eager}"
+    if name.endswith(_GRAPH):
+        same = all(each.digest == each.eager_digest for each in found if each.contestant == name)
+        return f"{'equal to' if same else 'DIFFER from'} its steps without a graph"
     first = next(other for other in digests if _algorithm(other) == _algorithm(name))
     if first == name:
         return "first of its arithmetic"
@@ -328,23 +340,30 @@ def _read(
         counted,
         profiled_counts(trace, middle) if by_operator else None,
         tuple(event.duration_us / 1e3 for event in events),
-        tuple(_gpu_span_ms(trace, event) for event in events) if trace.has_device else None,
+        _gpu_spans_ms(trace, events),
         sum(item.duration_us for each in packs for item in trace.launched_in(each)) if by_operator else None,
         plain_copy_us,
         _digest(optimizer),
     )
 
 
-def _gpu_span_ms(trace: Trace, event: Event) -> float:
-    covered = union(item.interval for name, item in activity_by_operator(trace, event) if name != _EXCHANGE)
-    return (covered[-1][1] - covered[0][0]) / 1e3
+def _gpu_spans_ms(trace: Trace, events: Sequence[Event]) -> tuple[float, ...] | None:
+    """None where the trace cannot tell them: it has no device, or lacks what one of the events launched."""
+    spans = []
+    for event in events:
+        covered = union(item.interval for name, item in activity_by_operator(trace, event) if name != _EXCHANGE)
+        if not covered or trace.lost_in(event):
+            return None
+        spans.append((covered[-1][1] - covered[0][0]) / 1e3)
+    return tuple(spans)
 
 
 def _digest(optimizer: DistMuon) -> str:
     digest = hashlib.sha256()
     for parameter in _parameters(optimizer):
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        digest.update(local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        held = local.detach().cpu().contiguous()
+        digest.update(ctypes.string_at(held.data_ptr(), held.nbytes))  # as NumPy may not be there
     return digest.hexdigest()
 
 

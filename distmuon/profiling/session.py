@@ -29,7 +29,7 @@ from distmuon.newton_schulz import NS_ALGORITHMS
 from distmuon.profiling.asked import Asked
 from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.counting import count_launches
-from distmuon.profiling.devices import DEVICES, NS_DTYPES, local_ranks, newton_schulz_dtype, rank_device
+from distmuon.profiling.devices import DEVICES, NS_DTYPES, local_ranks, newton_schulz_dtype, rank_device, use_gpu
 from distmuon.profiling.events import rank_events, sent_bytes, step_range
 from distmuon.profiling.launch import run_as_rank
 from distmuon.profiling.results import RankResults, write_results
@@ -123,7 +123,7 @@ def profile_rank(settings: Settings, folder: Path, command: str, *, own_log: boo
     if device.type == "cpu":
         torch.set_num_threads(1)  # the ranks share the cores
     else:
-        torch.cuda.set_device(device)
+        use_gpu(device)
 
     recorder = Recorder(device)
     training: dict[str, list[dict[str, Any]]] = {variant: [] for variant in settings.variants}

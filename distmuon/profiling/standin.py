@@ -25,18 +25,24 @@ def stand_for(rank: int, ranks: int) -> Iterator[None]:
     Raises:
         RuntimeError: a process group exists already.
     """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     if dist.is_initialized():
         raise RuntimeError("a process group exists already: stand for a rank in a process without one")
     # DTensor keeps results with their mesh; this rank's mesh may be equal to another's, but its groups are others.
-    _clear_sharding_prop_cache()
+    _forget_sharding()
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _forget_sharding() -> None:
+    """As ``torch.distributed.tensor.debug`` does, which can't be imported without NumPy."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    # Not every version that is supported need have the second cache.
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 @contextmanager

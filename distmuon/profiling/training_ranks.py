@@ -28,7 +28,7 @@ from distmuon.buffers import peak_bytes
 from distmuon.matrices import matrix_rows
 from distmuon.names import choose
 from distmuon.profiling.asked import Asked
-from distmuon.profiling.devices import DEVICES, newton_schulz_dtype, rank_device
+from distmuon.profiling.devices import DEVICES, newton_schulz_dtype, rank_device, use_gpu
 from distmuon.profiling.launch import run_as_rank
 from distmuon.profiling.orthogonality import departure
 from distmuon.workloads import get_workload
@@ -222,7 +222,7 @@ def train_rank(settings: Settings, folder: Path, checkpoint_from: Path | None) -
     if device.type == "cpu":
         torch.set_num_threads(1)  # the ranks share the cores
     else:
-        torch.cuda.set_device(device)
+        use_gpu(device)
     # It warns that experts, which lie on two axes, are gathered one axis after the other.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     names = [DISTMUON, ADAMW] if checkpoint_from is None else [RESUMED]

@@ -6,12 +6,13 @@ Its cost follows the number of matrices: parameters of one layout have their par
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from distmuon.assignment import Round, assign, whole_costs
 from distmuon.drafts import Draft
@@ -23,16 +24,17 @@ from distmuon.plan import make_drafts
 from distmuon.richtext import Shown
 from distmuon.sharing import settled
 
-Counts = NDArray[np.int64]
+#: Of int64, one for each rank of a job or of a group. Not numpy's, which the package does without.
+Counts = Tensor
 
 
 @dataclass(frozen=True)
 class StageTotals:
-    """One stage; arrays have an entry for each rank of the job, as :attr:`StepTotals.ranks` orders them.
+    """One stage; counts have an entry for each rank of the job, as :attr:`StepTotals.ranks` orders them.
 
     Attributes:
         name: of the bucket.
-        groups: positions, in those arrays, of the ranks that exchange with one another; none without an exchange.
+        groups: positions, among those, of the ranks that exchange with one another; none without an exchange.
         bound: what no assignment of owners can beat, max(mean, largest matrix) of each group's GEMM cost.
         owned_cost: GEMM cost (:func:`distmuon.matrices.gemm_cost`) of the exchanged matrices that a rank owns.
         whole_cost: of those that it orthogonalises where they lie.
@@ -65,7 +67,7 @@ class StageTotals:
     def imbalance_to_bound(self) -> float:
         """The largest GEMM cost that a rank owns relative to its group's bound, in the worst group; 1 without any."""
         pairs = zip(self.groups, self.bound, strict=True)
-        return max((float(self.owned_cost[group].max() / bound) for group, bound in pairs if bound), default=1.0)
+        return max((int(self.owned_cost[group].max()) / bound for group, bound in pairs if bound), default=1.0)
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,17 +78,17 @@ class StepTotals(Shown):
     stages: tuple[StageTotals, ...]
 
     def _line(self) -> str:
-        sent = self.sent_bytes()
+        sent = self.sent_bytes().double() / 1024
         return (
-            f"{len(self.ranks)} ranks, {len(self.stages)} stages: {sent.mean() / 1024:,.1f} KiB sent a rank and step, "
-            f"{sent.max() / 1024:,.1f} at most; GEMM cost {self.imbalance():.3f} of the mean at most"
+            f"{len(self.ranks)} ranks, {len(self.stages)} stages: {sent.mean():,.1f} KiB sent a rank and step, "
+            f"{sent.max():,.1f} at most; GEMM cost {self.imbalance():.3f} of the mean at most"
         )
 
     def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
         header = ("stage", "groups", "matrices owned", "sent (KiB), mean", "at most", "imbalance to bound")
         rows: list[Sequence[object]] = []
         for stage in self.stages:
-            sent = (stage.out_sent + stage.back_sent) / 1024
+            sent = (stage.out_sent + stage.back_sent).double() / 1024
             figures = int(stage.matrices.sum()), float(sent.mean()), float(sent.max()), stage.imbalance_to_bound()
             rows.append((stage.name, len(stage.groups), *figures))
         return header, rows
@@ -102,10 +104,10 @@ class StepTotals(Shown):
     def imbalance(self) -> float:
         """The largest GEMM cost of a rank over the step relative to the mean."""
         cost = self.cost()
-        return float(cost.max() / cost.mean())
+        return float(cost.max() / cost.double().mean())
 
     def _over_stages(self, name: str) -> Counts:
-        return np.sum([getattr(stage, name) for stage in self.stages], axis=0)
+        return torch.stack([getattr(stage, name) for stage in self.stages]).sum(0)
 
 
 def step_totals(parameters: Iterable[ParameterSpec], options: PlanOptions | None = None) -> StepTotals:
@@ -118,63 +120,69 @@ def step_totals(parameters: Iterable[ParameterSpec], options: PlanOptions | None
         options: as for :func:`distmuon.plan.plan_step`.
 
     Raises:
-        ValueError: as for ``plan_step``, or a parameter without a mesh.
+        ValueError: as for ``plan_step``, or a parameter without a mesh, or none at all.
     """
     parameters = tuple(parameters)
     options = settled(parameters, options or PlanOptions())
+    if not parameters:
+        raise ValueError("there are no parameters: give at least one")
     ranks = ranks_of(parameters)
     if plain := next((spec.name for spec in parameters if spec.storage is None), None):
         raise ValueError(f"parameter {plain!r} is a plain tensor: totals over ranks need a mesh")
     position = {rank: index for index, rank in enumerate(ranks)}
     drafts = make_drafts(parameters, ranks[0], options)
     stored = {
-        (shape, storage): (np.array([position[rank] for rank in storage.ranks]), _stored(shape, storage))
+        (shape, storage): (torch.tensor([position[rank] for rank in storage.ranks]), _stored(shape, storage))
         for shape, storage in {(spec.shape, spec.storage) for spec in parameters}
         if storage
     }
     stages = []
     for draft, rounds in zip(drafts, assign(parameters, drafts, options), strict=True):
         counts = _Counts(len(ranks))
+        local, whole = torch.zeros(len(ranks), dtype=torch.int64), torch.zeros(len(ranks), dtype=torch.int64)
         for index in (*draft.exchanged, *draft.whole):
             for rank, cost in whole_costs(parameters[index], options).items():
                 counts.whole_cost[position[rank]] += cost
             here, numel = stored[parameters[index].shape, parameters[index].storage]  # type: ignore[index]
-            counts.local_numel[here] += numel
+            local[here] += numel
             if index in draft.whole:
-                counts.whole_numel[here] += numel
-        groups = [np.array([position[rank] for rank in meeting.ranks]) for meeting in rounds.values()]
+                whole[here] += numel
+        groups = [[position[rank] for rank in meeting.ranks] for meeting in rounds.values()]
         for group, meeting in zip(groups, rounds.values(), strict=True):
             _add_round(counts, group, parameters, draft, meeting, options)
-        arrays = {each.name: getattr(counts, each.name) for each in fields(counts) if each.name != "size"}
         bounds = [bound([m.cost for m in meeting.matrices], len(meeting.ranks)) for meeting in rounds.values()]
-        stages.append(StageTotals(draft.name, tuple(groups), tuple(bounds), **arrays))
+        counted = {each.name: torch.tensor(getattr(counts, each.name)) for each in fields(counts) if not each.init}
+        positions = tuple(map(torch.tensor, groups))
+        stages.append(
+            StageTotals(draft.name, positions, tuple(bounds), local_numel=local, whole_numel=whole, **counted)
+        )
     return StepTotals(tuple(ranks), tuple(stages))
 
 
 @dataclass
 class _Counts:
+    """Some of the counts of :class:`StageTotals`, as lists: they are added to one by one, which tensors are slow at."""
+
     size: int
-    owned_cost: Counts = field(init=False)
-    whole_cost: Counts = field(init=False)
-    matrices: Counts = field(init=False)
-    batches: Counts = field(init=False)
-    owned_numel: Counts = field(init=False)
-    whole_numel: Counts = field(init=False)
-    local_numel: Counts = field(init=False)
-    out_sent: Counts = field(init=False)
-    out_received: Counts = field(init=False)
-    back_sent: Counts = field(init=False)
-    back_received: Counts = field(init=False)
+    owned_cost: list[int] = field(init=False)
+    whole_cost: list[int] = field(init=False)
+    matrices: list[int] = field(init=False)
+    batches: list[int] = field(init=False)
+    owned_numel: list[int] = field(init=False)
+    out_sent: list[int] = field(init=False)
+    out_received: list[int] = field(init=False)
+    back_sent: list[int] = field(init=False)
+    back_received: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         for each in fields(self):
             if not each.init:
-                setattr(self, each.name, np.zeros(self.size, dtype=np.int64))
+                setattr(self, each.name, [0] * self.size)
 
 
 def _add_round(
     counts: _Counts,
-    group: Counts,
+    group: Sequence[int],
     parameters: Sequence[ParameterSpec],
     draft: Draft,
     meeting: Round,
@@ -191,43 +199,43 @@ def _add_round(
         key = (spec.shape, spec.storage, matrix.row, matrix.rows, stack)
         alike.setdefault(key, (matrix, []))[1].append(owner)
         called.add((owner, matrix.rows, matrix.cols, spec.group) if options.by_shape else (owner, matrix.parameter))
-    np.add.at(counts.batches, group[[owner for owner, *_ in called]], 1)
-    for matrix, owned_by in alike.values():
-        spec = parameters[matrix.parameter]
-        replicas = spec.replicas(draft.axes)
-        held = np.zeros(len(group), dtype=np.int64)  # bytes of each rank of the first replica
+    for owner, *_ in called:
+        counts.batches[group[owner]] += 1
+    for matrix, owners in alike.values():
+        replicas = parameters[matrix.parameter].replicas(draft.axes)
+        held: dict[int, int] = {}  # bytes of each rank of the first replica
         for holder, region in regions(matrix, runs[matrix.parameter]):
-            held[holder] += region.numel * itemsize
-        holders, whole = np.flatnonzero(held), int(held.sum())
-        owners = np.array(owned_by)
-        at = group[owners]
-        near = sum((owners // step % size * step for size, step in replicas), np.zeros_like(owners))
-        own = held[owners - near]
+            held[holder] = held.get(holder, 0) + region.numel * itemsize
+        size, cost, numel = sum(held.values()), matrix.cost, matrix.numel
         offsets = replicas_of(0, replicas)
-        for array, each in (
-            (counts.owned_cost, matrix.cost),
-            (counts.owned_numel, matrix.numel),
-            (counts.matrices, 1),
-            (counts.out_sent, -own),
-            (counts.out_received, whole - own),
-            (counts.back_sent, whole * len(offsets) - own),
-            (counts.back_received, -own),
-        ):
-            np.add.at(array, at, each)
+        served: Counter[int] = Counter()  # by replica, how many of the owners are in it
+        for owner in owners:
+            near = sum(owner // step % length * step for length, step in replicas)
+            served[near] += 1
+            at, own = group[owner], held.get(owner - near, 0)
+            counts.owned_cost[at] += cost
+            counts.owned_numel[at] += numel
+            counts.matrices[at] += 1
+            counts.out_sent[at] -= own
+            counts.out_received[at] += size - own
+            counts.back_sent[at] += size * len(offsets) - own
+            counts.back_received[at] -= own
         for offset in offsets:
-            there = group[holders + offset]
-            counts.out_sent[there] += held[holders] * np.count_nonzero(near == offset)
-            counts.back_received[there] += held[holders] * len(owners)
+            matrices_near = served[offset]
+            for holder, part in held.items():
+                at = group[holder + offset]
+                counts.out_sent[at] += part * matrices_near
+                counts.back_received[at] += part * len(owners)
 
 
 def _stored(shape: tuple[int, ...], storage: Storage) -> Counts:
     """Elements of a parameter that each rank of its mesh stores, in mesh order."""
-    numel = np.ones(storage.mesh_shape, dtype=np.int64)
+    numel = torch.ones(storage.mesh_shape, dtype=torch.int64)
     for dim, size in enumerate(shape):
         axes = storage.axes(dim)
         lengths = [length if axis in axes else 1 for axis, length in enumerate(storage.mesh_shape)]
-        held = np.zeros(math.prod(lengths), dtype=np.int64)
+        held = [0] * math.prod(lengths)
         for run in dim_runs(size, storage.splits(dim, (), storage.steps(axes))):
             held[run.holder] += run.stop - run.start
-        numel *= held.reshape(lengths)
+        numel *= torch.tensor(held).view(lengths)
     return numel.ravel()

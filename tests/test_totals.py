@@ -80,4 +80,4 @@ def test_own_buckets_leave_few_ranks_waiting_for_the_busiest():
         totals = step_totals(parameters)
         waiting = sum(int(stage.owned_cost.max()) for stage in totals.stages)
         whole = sum(int(stage.whole_cost.max()) for stage in totals.stages)
-        assert waiting + whole <= 1.15 * totals.cost().mean()
+        assert waiting + whole <= 1.15 * totals.cost().double().mean()

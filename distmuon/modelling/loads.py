@@ -152,29 +152,31 @@ def loads_of(
     loads = []
     for stage in totals.stages:
         counted = launches[stage.name]
-        exchanged = stage.local_numel - stage.whole_numel
+        local, owned, whole = stage.local_numel.numpy(), stage.owned_numel.numpy(), stage.whole_numel.numpy()
+        batches = stage.batches.numpy()
+        exchanged = local - whole
         every = np.ones(len(totals.ranks))
         out, back = _traffic(stage)
         loads.append(
             StageLoad(
                 stage.name,
-                stage.groups,
+                tuple(group.numpy() for group in stage.groups),
                 begin=Work(
                     0 * every,
-                    6.0 * parameter * stage.local_numel + (parameter + wire) * exchanged,
+                    6.0 * parameter * local + (parameter + wire) * exchanged,
                     counted.begin * every,
                 ),
                 owned=Work(
-                    2.0 * ns_steps * stage.owned_cost,
-                    (4.0 * wire + orthogonalise) * stage.owned_numel,
-                    counted.batch * stage.batches + counted.exchange * (stage.batches > 0),
+                    2.0 * ns_steps * stage.owned_cost.numpy(),
+                    (4.0 * wire + orthogonalise) * owned,
+                    counted.batch * batches + counted.exchange * (batches > 0),
                 ),
                 whole=Work(
-                    2.0 * ns_steps * stage.whole_cost, orthogonalise * stage.whole_numel * 1.0, counted.whole * every
+                    2.0 * ns_steps * stage.whole_cost.numpy(), orthogonalise * whole * 1.0, counted.whole * every
                 ),
                 finish=Work(
                     0 * every,
-                    5.0 * parameter * stage.local_numel + (parameter + wire) * exchanged,
+                    5.0 * parameter * local + (parameter + wire) * exchanged,
                     counted.finish * every,
                 ),
                 out=out,
@@ -188,15 +190,15 @@ def _traffic(stage: StageTotals) -> tuple[Traffic | None, Traffic | None]:
     """Both ways; as if each rank that sends anything sent some to every owner of its group."""
     if not stage.groups:
         return None, None
-    owners, others = np.zeros(len(stage.matrices)), np.zeros(len(stage.matrices))
+    owns = stage.matrices.numpy() > 0
+    owners, others = np.zeros(len(owns)), np.zeros(len(owns))
     for group in stage.groups:
-        owners[group] = np.count_nonzero(stage.matrices[group])
+        owners[group] = np.count_nonzero(owns[group])
         others[group] = len(group) - 1
-    owns = stage.matrices > 0
     messages = np.maximum(owners - owns, others * owns)
     ways = []
-    for sent, received in ((stage.out_sent, stage.out_received), (stage.back_sent, stage.back_received)):
-        moves = (sent > 0) | (received > 0)
-        ways.append(Traffic(sent.astype(float), received.astype(float), messages * moves))
+    for way in ((stage.out_sent, stage.out_received), (stage.back_sent, stage.back_received)):
+        sent, received = (counts.numpy().astype(float) for counts in way)
+        ways.append(Traffic(sent, received, messages * ((sent > 0) | (received > 0))))
     out, back = ways
     return out if out.sent.any() else None, back

@@ -124,7 +124,7 @@ class Planned:
             "rank": self.job.rank,
             "plan_seconds": round(self.plan_seconds, 3),
             "peak_rss_mib": round((self.peak_rss_bytes - torch_rss_bytes) / 2**20, 1),
-            "wire_bytes": {"mean": round(float(sent.mean())), "max": int(sent.max())},
+            "wire_bytes": {"mean": round(float(sent.double().mean())), "max": int(sent.max())},
             "ns_flops_imbalance": self.totals.imbalance(),
             "ns_flops_imbalance_by_bucket": {
                 "mean": sum(by_bucket) / len(by_bucket) if by_bucket else 1.0,
@@ -142,7 +142,7 @@ class Planned:
         return {
             "ranks": self.job.ranks,
             "exchanges": sum(bool(stage.groups) for stage in self.totals.stages),
-            "sent_mib": float(self.totals.sent_bytes().mean()) / 2**20,
+            "sent_mib": float(self.totals.sent_bytes().double().mean()) / 2**20,
             "gemm_tflop": float(sum((load.owned.flops + load.whole.flops).mean() for load in self.loads)) / 1e12,
             "buffer_mib": peak_bytes(self.plan) / 2**20,
             "step_ms": 1e3 * replayed.step_s,

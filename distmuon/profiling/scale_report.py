@@ -84,11 +84,11 @@ def balance(planned: Planned) -> pd.DataFrame:
     done with the modelled step.
     """
     stages = planned.totals.stages
-    received = np.sum([stage.out_received + stage.back_received for stage in stages], axis=0)
+    received = np.sum([(stage.out_received + stage.back_received).numpy() for stage in stages], axis=0)
     flops = np.sum([load.owned.flops + load.whole.flops for load in planned.loads], axis=0)
     return pd.DataFrame(
         {
-            "sent_mib": planned.totals.sent_bytes() / 2**20,
+            "sent_mib": planned.totals.sent_bytes().numpy() / 2**20,
             "received_mib": received / 2**20,
             "gemm_tflop": flops / 1e12,
             "done_ms": 1e3 * planned.replay.end,

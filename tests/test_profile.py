@@ -291,6 +291,13 @@ def test_a_trace_that_lacks_an_exchange_is_refused(tmp_path: Path) -> None:
         rank_events(Trace(path), 0, {"baseline": {("b", "out"): 100, ("b", "back"): 50}})
 
 
+def test_a_rank_with_nothing_to_exchange_launches_nothing_for_it(tmp_path: Path) -> None:
+    path = gpu_trace(tmp_path, 0)
+    path.write_text(path.read_text().replace("ncclDevKernel_Generic", "something_else", 1))
+    events = rank_events(Trace(path), 0, {"baseline": {("b", "out"): 0, ("b", "back"): 50}})
+    assert events.query("kind == 'exchange'")[["direction", "bytes"]].values.tolist() == [["back", 50]]
+
+
 @pytest.fixture
 def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("profile_step", SCRIPT)

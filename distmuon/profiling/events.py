@@ -106,22 +106,28 @@ def _step_rows(trace: Trace, step: Event, sent: Mapping[tuple[str, str], int]) -
     # The k-th exchange that was issued is the k-th that was carried out, and a bucket's first goes out, its second
     # back.
     issues = [(event, bucket) for event, phase, bucket in phases if phase == "all_to_all"]
-    carried: list[tuple[Event | Activity, str]]
+    carried: list[list[tuple[Event | Activity, str]]]
     if trace.has_device:
-        kernels = [item for event, _ in issues for item in trace.launched_in(event) if item.kind == "collective"]
-        carried = [(item, f"stream {item.stream}") for item in kernels]
+        carried = [
+            [(item, f"stream {item.stream}") for item in trace.launched_in(event) if item.kind == "collective"]
+            for event, _ in issues
+        ]
     else:
-        carried = [(event, f"thread {event.tid}") for event in inside if event.name == _GLOO_EXCHANGE]
-    if len(carried) != len(issues):
-        raise TraceError(
-            f"{trace.path}: {len(issues)} exchanges were issued in {step.name}, {len(carried)} carried out"
-        )
+        carried = [[(event, f"thread {event.tid}")] for event in inside if event.name == _GLOO_EXCHANGE]
     seen: Counter[str] = Counter()
-    for (_, bucket), (exchange, thread) in zip(issues, carried, strict=True):
+    ways = []
+    for _, bucket in issues:
         direction = [direction for name, direction in sent if name == bucket][seen[bucket]]
         seen[bucket] += 1
-        size = sent[bucket, direction]
-        yield _row("exchange", exchange, bucket=bucket, direction=direction, thread=thread, bytes=size)
+        ways.append((bucket, direction, sent[bucket, direction]))
+    # A rank without anything to send or receive launches nothing on a GPU.
+    fewest = [1 if size or not trace.has_device else 0 for _, _, size in ways]
+    if len(carried) != len(issues) or any(not few <= len(of) <= 1 for few, of in zip(fewest, carried, strict=True)):
+        done = sum(map(len, carried))
+        raise TraceError(f"{trace.path}: {len(issues)} exchanges were issued in {step.name}, {done} carried out")
+    for (bucket, direction, size), of in zip(ways, carried, strict=True):
+        for exchange, thread in of:
+            yield _row("exchange", exchange, bucket=bucket, direction=direction, thread=thread, bytes=size)
 
     named = {id(item): (phase, bucket) for event, phase, bucket in phases for item in trace.launched_in(event)}
     for item in trace.launched_in(optimizer):

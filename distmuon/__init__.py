@@ -4,10 +4,10 @@ launches.
 
 from distmuon.clipping import clip_grad_norm_
 from distmuon.combined import muon_with_adamw
-from distmuon.matrices import matrix_rows
 from distmuon.optimizer import DistMuon
 from distmuon.packing import batched_copy_
-from distmuon.plan import Plan
+from distmuon.planning.matrices import matrix_rows
+from distmuon.planning.plan import Plan
 from distmuon.routing import split_parameters
 from distmuon.variants import VARIANTS, Variant
 from distmuon.workloads.storage import PUBLISHED_BUCKETS, plan_for

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from distmuon.plan import Plan
-from distmuon.schedule import Stage
+from distmuon.planning.plan import Plan
+from distmuon.planning.schedule import Stage
 
 SLOTS = 2
 

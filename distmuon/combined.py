@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from distmuon.agreement import refuse
-from distmuon.matrices import RowBlocks
 from distmuon.optimizer import DistMuon
+from distmuon.planning.matrices import RowBlocks
 from distmuon.routing import RoutingTable, Split, split_parameters
 from distmuon.state import opaque, other_parameters
 

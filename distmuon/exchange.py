@@ -14,9 +14,9 @@ from torch import Tensor
 
 from distmuon.agreement import collective_failure
 from distmuon.buffers import Buffers
-from distmuon.plan import Plan
+from distmuon.planning.plan import Plan
+from distmuon.planning.schedule import Stage, Way
 from distmuon.ranges import phase
-from distmuon.schedule import Stage, Way
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 

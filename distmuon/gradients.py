@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from distmuon.agreement import collective_failure, gather
 from distmuon.checks import check_choice
 from distmuon.names import choose
-from distmuon.placement import ParameterSpec
+from distmuon.planning.placement import ParameterSpec
 
 MISSING_GRADIENTS = ("error", "skip")
 NON_FINITE = ("carry", "skip", "error")

@@ -15,12 +15,12 @@ from distmuon.agreement import Claims, agree, host_group
 from distmuon.buffers import Buffers
 from distmuon.exchange import Exchanger
 from distmuon.gradients import GradientAgreement, GradientPolicy, checked_gradient
-from distmuon.matrices import RowBlocks
 from distmuon.newton_schulz import COEFFICIENTS, MAX_BATCH_BYTES, Coefficients
-from distmuon.options import Patterns, PlanOptions
 from distmuon.parameters import claims, describe, local, names_of, one_device, settled_row_blocks
-from distmuon.placement import ParameterSpec
-from distmuon.plan import Plan, plan_step
+from distmuon.planning.matrices import RowBlocks
+from distmuon.planning.options import Patterns, PlanOptions
+from distmuon.planning.placement import ParameterSpec
+from distmuon.planning.plan import Plan, plan_step
 from distmuon.process_groups import find_groups
 from distmuon.settings import Settings, group_settings, refuse_unknown_keys
 from distmuon.state import loading, opaque

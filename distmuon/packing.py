@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from distmuon.places import Pair, join
-from distmuon.schedule import Copy
+from distmuon.planning.places import Pair, join
+from distmuon.planning.schedule import Copy
 
 
 def batched_copy_(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

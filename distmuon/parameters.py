@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from distmuon.agreement import Claims
 from distmuon.checks import check_row_blocks
 from distmuon.gradients import GradientPolicy
-from distmuon.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
-from distmuon.options import PlanOptions
-from distmuon.placement import ParameterSpec, Storage
+from distmuon.planning.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
+from distmuon.planning.options import PlanOptions
+from distmuon.planning.placement import ParameterSpec, Storage
 from distmuon.settings import Settings
 
 Group = dict[str, Any]

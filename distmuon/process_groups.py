@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distmuon.agreement import gather
-from distmuon.plan import Plan
+from distmuon.planning.plan import Plan
 
 Ranks = tuple[int, ...]
 Groups = dict[Ranks, dist.ProcessGroup]

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from distmuon.checks import check_patterns, check_row_blocks
-from distmuon.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
+from distmuon.planning.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
 
 MUON, ADAMW, NEITHER = "Muon", "AdamW", "-"
 

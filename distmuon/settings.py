@@ -12,7 +12,7 @@ from torch import Tensor
 from distmuon.checks import check_choice, check_number, check_whole
 from distmuon.names import choose
 from distmuon.newton_schulz import Triple, coefficients_by_step
-from distmuon.options import PlanOptions
+from distmuon.planning.options import PlanOptions
 
 ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
 

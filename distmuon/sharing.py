@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from distmuon.matrices import gemm_cost
 from distmuon.newton_schulz.costs import gemm_flops
-from distmuon.options import PlanOptions
-from distmuon.owners import longest_first
-from distmuon.placement import ParameterSpec, Storage
+from distmuon.planning.matrices import gemm_cost
+from distmuon.planning.options import PlanOptions
+from distmuon.planning.owners import longest_first
+from distmuon.planning.placement import ParameterSpec, Storage
 
 #: FLOPs for each byte: what a GPU of 400 TFLOP/s does while a network of 50 GB/s moves one.
 FLOPS_PER_BYTE = 8_000

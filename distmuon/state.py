@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from distmuon.matrices import clean_name, matrix_rows
 from distmuon.parameters import Group, names_of
+from distmuon.planning.matrices import clean_name, matrix_rows
 
 _SHOWN = 4  # names in a message
 

@@ -24,11 +24,11 @@ from distmuon.elementwise import Scalar
 from distmuon.exchange import Exchanger
 from distmuon.newton_schulz import Results, Scratch, orthogonalize_
 from distmuon.packing import copy_group_, group_copies
-from distmuon.placement import ParameterSpec
-from distmuon.places import Place
-from distmuon.plan import Plan
+from distmuon.planning.placement import ParameterSpec
+from distmuon.planning.places import Place
+from distmuon.planning.plan import Plan
+from distmuon.planning.schedule import Copy, Stage, Way
 from distmuon.ranges import phase
-from distmuon.schedule import Copy, Stage, Way
 from distmuon.settings import Settings
 
 

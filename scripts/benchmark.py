@@ -22,9 +22,9 @@ from functools import partial
 
 from distmuon.buffers import peak_bytes
 from distmuon.commandline import Parser
-from distmuon.options import PlanOptions
-from distmuon.placement import cut_blocks, dim_runs
-from distmuon.plan import plan_step
+from distmuon.planning.options import PlanOptions
+from distmuon.planning.placement import cut_blocks, dim_runs
+from distmuon.planning.plan import plan_step
 from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.counting import count_launches
 from distmuon.profiling.host import measure_host

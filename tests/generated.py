@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from distmuon.placement import ParameterSpec, Storage
+from distmuon.planning.placement import ParameterSpec, Storage
 
 
 @st.composite

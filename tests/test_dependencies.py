@@ -27,7 +27,7 @@ import warnings
 warnings.filterwarnings("ignore", message=".*NumPy")
 import torch
 import distmuon
-from distmuon.totals import step_totals
+from distmuon.planning.totals import step_totals
 
 plan = distmuon.plan_for("tiny", ranks=4, ep=2)
 assert len({row["rank"] for row in plan.report()}) == 4 and str(plan)

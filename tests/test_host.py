@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmuon.buffers import Buffers, buffer_bytes, peak_bytes, under_way
-from distmuon.options import PlanOptions
 from distmuon.packing import group_copies
-from distmuon.plan import Plan, plan_step
+from distmuon.planning.options import PlanOptions
+from distmuon.planning.plan import Plan, plan_step
 from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.host import SMALL_WORKLOAD, OperatorCounter, measure_host
 from distmuon.profiling.standin import make_optimizer, stand_for

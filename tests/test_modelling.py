@@ -21,11 +21,11 @@ from distmuon.modelling import Assumptions, Replay, replay
 from distmuon.modelling.loads import StageLaunches, StageLoad, Traffic, Work, loads_of
 from distmuon.modelling.pipeline import COMPUTING, WAITING
 from distmuon.newton_schulz.costs import gemm_flops
-from distmuon.options import PlanOptions
+from distmuon.planning.options import PlanOptions
+from distmuon.planning.totals import step_totals
 from distmuon.profiling import dryrun
 from distmuon.profiling.counting import count_launches
 from distmuon.ranges import parse
-from distmuon.totals import step_totals
 from distmuon.workloads.config import get_workload
 from distmuon.workloads.storage import PUBLISHED_BUCKETS, get_buckets, muon_parameters, plan_for
 from distmuon.workloads.training import Trainer

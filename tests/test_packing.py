@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmuon import batched_copy_
 from distmuon.packing import group_copies
-from distmuon.places import Place, rectangle
-from distmuon.schedule import Copy
+from distmuon.planning.places import Place, rectangle
+from distmuon.planning.schedule import Copy
 
 
 class Dispatched(TorchDispatchMode):

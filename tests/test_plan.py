@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from distmuon import PUBLISHED_BUCKETS, VARIANTS, plan_for
-from distmuon.options import PlanOptions
-from distmuon.owners import IMBALANCE, even, longest_first
-from distmuon.placement import ParameterSpec, Storage
-from distmuon.plan import Plan, plan_step
-from distmuon.schedule import Stage
+from distmuon.planning.options import PlanOptions
+from distmuon.planning.owners import IMBALANCE, even, longest_first
+from distmuon.planning.placement import ParameterSpec, Storage
+from distmuon.planning.plan import Plan, plan_step
+from distmuon.planning.schedule import Stage
 from distmuon.sharing import settled
 
 

@@ -19,7 +19,7 @@ import pandas as pd
 import pytest
 from executed import SMALL, Executed
 
-from distmuon.plan import Plan
+from distmuon.planning.plan import Plan
 from distmuon.profiling import (
     ablation,
     comparison_tables,

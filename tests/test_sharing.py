@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from distmuon.options import PlanOptions
-from distmuon.placement import ParameterSpec, Storage
-from distmuon.plan import plan_step
+from distmuon.planning.options import PlanOptions
+from distmuon.planning.placement import ParameterSpec, Storage
+from distmuon.planning.plan import plan_step
 from distmuon.profiling.scale import Job, plan_job
 from distmuon.sharing import settled
 from distmuon.workloads import get_workload

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmuon import VARIANTS
-from distmuon.matrices import gemm_cost
-from distmuon.options import PlanOptions
-from distmuon.placement import ParameterSpec
-from distmuon.plan import plan_step
-from distmuon.totals import step_totals
+from distmuon.planning.matrices import gemm_cost
+from distmuon.planning.options import PlanOptions
+from distmuon.planning.placement import ParameterSpec
+from distmuon.planning.plan import plan_step
+from distmuon.planning.totals import step_totals
 from distmuon.workloads.config import get_workload
 from distmuon.workloads.storage import get_buckets, muon_parameters
 

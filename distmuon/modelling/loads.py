@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distmuon.modelling.assumptions import Assumptions
-from distmuon.options import PlanOptions
-from distmuon.placement import ParameterSpec
-from distmuon.totals import StageTotals, StepTotals
+from distmuon.planning.options import PlanOptions
+from distmuon.planning.placement import ParameterSpec
+from distmuon.planning.totals import StageTotals, StepTotals
 
 Numbers = NDArray[np.floating[Any]]
 Groups = tuple[NDArray[np.int64], ...]
@@ -135,7 +135,7 @@ def loads_of(
     an iteration for the bias of the last product. FLOPs are those of the standard algorithm.
 
     Args:
-        parameters: as for :func:`distmuon.totals.step_totals`.
+        parameters: as for :func:`distmuon.planning.totals.step_totals`.
         options: as for it.
         totals: what it gives.
         launches: of one rank, by stage; those of owned matrices are taken a batch and given to each rank for its own

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distmuon.options import Patterns
-from distmuon.placement import ParameterSpec
+from distmuon.planning.options import Patterns
+from distmuon.planning.placement import ParameterSpec
 from distmuon.profiling.counter import SOURCES, Counts, LaunchCounter
 from distmuon.profiling.standin import make_optimizer, stand_for
 from distmuon.richtext import Shown

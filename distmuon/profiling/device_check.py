@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from distmuon.optimizer import DistMuon
-from distmuon.placement import ParameterSpec
+from distmuon.planning.placement import ParameterSpec
 from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.counter import LaunchCounter
 from distmuon.profiling.intervals import union

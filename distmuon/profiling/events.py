@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 
 from distmuon import ranges
-from distmuon.plan import Plan
+from distmuon.planning.plan import Plan
 from distmuon.profiling.trace import Activity, Event, Trace
 from distmuon.profiling.tracefile import TraceError
 

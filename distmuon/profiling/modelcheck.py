@@ -29,13 +29,14 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from distmuon.folders import claim, fresh
-from distmuon.matrices import Shape
 from distmuon.modelling import Assumptions, Replay, replay
 from distmuon.modelling.loads import StageLoad, loads_of
 from distmuon.newton_schulz.costs import gemm_flops
-from distmuon.options import PlanOptions
-from distmuon.placement import ParameterSpec
-from distmuon.plan import plan_step
+from distmuon.planning.matrices import Shape
+from distmuon.planning.options import PlanOptions
+from distmuon.planning.placement import ParameterSpec
+from distmuon.planning.plan import plan_step
+from distmuon.planning.totals import step_totals
 from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.dryrun import dry_run, stage_launches
 from distmuon.profiling.events import merge_ranks, rank_events, sent_bytes, step_range
@@ -43,7 +44,6 @@ from distmuon.profiling.launch import launch, run_as_rank
 from distmuon.profiling.session import Recorder, Settings
 from distmuon.profiling.trace import Trace
 from distmuon.richtext import Shown
-from distmuon.totals import step_totals
 from distmuon.workloads import get_workload
 from distmuon.workloads.storage import get_buckets, muon_parameters
 from distmuon.workloads.training import Trainer

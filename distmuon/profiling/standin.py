@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distmuon.optimizer import DistMuon
-from distmuon.placement import ParameterSpec
+from distmuon.planning.placement import ParameterSpec
 from distmuon.workloads.config import MUON_RECIPE
 
 

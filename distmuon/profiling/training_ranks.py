@@ -25,8 +25,8 @@ from torch.optim import AdamW, Optimizer
 
 from distmuon import checkpoint
 from distmuon.buffers import peak_bytes
-from distmuon.matrices import matrix_rows
 from distmuon.names import choose
+from distmuon.planning.matrices import matrix_rows
 from distmuon.profiling.asked import Asked
 from distmuon.profiling.devices import DEVICES, newton_schulz_dtype, rank_device, use_gpu
 from distmuon.profiling.launch import run_as_rank

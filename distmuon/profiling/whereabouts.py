@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from distmuon.assignment import group_matrices
-from distmuon.matrices import Matrix
 from distmuon.names import choose
-from distmuon.placement import regions
-from distmuon.plan import Plan, plan_step
+from distmuon.planning.assignment import group_matrices
+from distmuon.planning.matrices import Matrix
+from distmuon.planning.placement import regions
+from distmuon.planning.plan import Plan, plan_step
 from distmuon.profiling.ablation import NBSP
 from distmuon.profiling.style import WIDTH
 

@@ -10,11 +10,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from distmuon.checks import check_whole
-from distmuon.matrices import matrix_rows
 from distmuon.names import choose
-from distmuon.options import Patterns, PlanOptions
-from distmuon.placement import ParameterSpec, Storage
-from distmuon.plan import Plan, plan_step
+from distmuon.planning.matrices import matrix_rows
+from distmuon.planning.options import Patterns, PlanOptions
+from distmuon.planning.placement import ParameterSpec, Storage
+from distmuon.planning.plan import Plan, plan_step
 from distmuon.routing import split_parameters
 from distmuon.variants import Variant, get_variant
 from distmuon.workloads.config import WORKLOADS, Workload, get_workload

@@ -11,7 +11,7 @@ import torch
 from distmuon.checks import check_choice, check_patterns, check_whole
 from distmuon.names import choose
 from distmuon.newton_schulz.costs import MAX_BATCH_BYTES, NS_ALGORITHMS, batch_bytes
-from distmuon.placement import ParameterSpec, Storage
+from distmuon.planning.placement import ParameterSpec, Storage
 from distmuon.variants import Variant
 
 #: Name patterns of the parameters of each bucket.

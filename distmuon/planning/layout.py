@@ -6,13 +6,13 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from distmuon.assignment import Round, group_matrices
-from distmuon.drafts import Draft, local_batch_bytes
-from distmuon.matrices import Matrix, Shape
-from distmuon.options import PlanOptions
-from distmuon.placement import ParameterSpec, Region, regions, replicas_of, same_replica
-from distmuon.places import Place, flat, rectangle
-from distmuon.schedule import Batch, Copy, Exchange, Stage, Way
+from distmuon.planning.assignment import Round, group_matrices
+from distmuon.planning.drafts import Draft, local_batch_bytes
+from distmuon.planning.matrices import Matrix, Shape
+from distmuon.planning.options import PlanOptions
+from distmuon.planning.placement import ParameterSpec, Region, regions, replicas_of, same_replica
+from distmuon.planning.places import Place, flat, rectangle
+from distmuon.planning.schedule import Batch, Copy, Exchange, Stage, Way
 
 #: A region of a matrix, and its place in an update or a work buffer.
 _Part = tuple[Matrix, Region, Place]

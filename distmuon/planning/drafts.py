@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from distmuon.buckets import Bucket, runs_within
-from distmuon.matrices import Shape, gemm_cost
-from distmuon.options import ExchangeKind, PlanOptions
-from distmuon.placement import ParameterSpec, Storage
+from distmuon.planning.buckets import Bucket, runs_within
+from distmuon.planning.matrices import Shape, gemm_cost
+from distmuon.planning.options import ExchangeKind, PlanOptions
+from distmuon.planning.placement import ParameterSpec, Storage
 
 
 @dataclass(frozen=True)

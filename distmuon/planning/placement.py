@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from distmuon.matrices import Matrix, Shape
+from distmuon.planning.matrices import Matrix, Shape
 
 #: Parameters are planned as (batch, rows, cols); a 2-D parameter is a batch of one.
 BATCH, ROWS, COLS = range(3)
@@ -283,7 +283,8 @@ class ParameterSpec:
         name: its name, without wrappers' prefixes.
         shape: global shape, (rows, cols) or (batch, rows, cols).
         dtype: of its momentum, so of what is orthogonalised: the parameter's, unless ``momentum_dtype`` is another.
-        matrix_rows: rows of each matrix within a (rows, cols) slice, see :func:`distmuon.matrices.matrix_rows`.
+        matrix_rows: rows of each matrix within a (rows, cols) slice, see
+            :func:`distmuon.planning.matrices.matrix_rows`.
         storage: mesh and placements; None for a plain tensor, which its rank holds whole.
         group: index of its parameter group, as matrices of different settings are not batched.
 

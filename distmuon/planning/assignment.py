@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distmuon.drafts import Draft
-from distmuon.matrices import Matrix, Shape, gemm_cost
-from distmuon.options import PlanOptions
-from distmuon.owners import even, longest_first
-from distmuon.placement import BATCH, COLS, ROWS, ParameterSpec, Runs, regions, replicas_of, within
+from distmuon.planning.drafts import Draft
+from distmuon.planning.matrices import Matrix, Shape, gemm_cost
+from distmuon.planning.options import PlanOptions
+from distmuon.planning.owners import even, longest_first
+from distmuon.planning.placement import BATCH, COLS, ROWS, ParameterSpec, Runs, regions, replicas_of, within
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 #: How much more than max(mean, largest), which nothing can beat, a rank may be given in a round so that shapes meet.
 IMBALANCE = 1.25
-#: What a launch is worth in GEMM cost (:func:`distmuon.matrices.gemm_cost`): 5 us at 400 TFLOP/s, where five iterations
-#: are ten FLOPs a unit of cost.
+#: What a launch is worth in GEMM cost (:func:`distmuon.planning.matrices.gemm_cost`): 5 us at 400 TFLOP/s, where five
+#: iterations are ten FLOPs a unit of cost.
 LAUNCH_COST = 200_000_000
 #: Launches of a batch, and of a worker that has anything: unpack and repack.
 BATCH_LAUNCHES, WORKER_LAUNCHES = 30, 2

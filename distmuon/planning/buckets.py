@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeVar
 
-from distmuon.matrices import gemm_cost, refuse_unmatched
-from distmuon.options import ExchangeKind, PlanOptions
-from distmuon.owners import LAUNCH_COST, even, launches
-from distmuon.placement import ParameterSpec
+from distmuon.planning.matrices import gemm_cost, refuse_unmatched
+from distmuon.planning.options import ExchangeKind, PlanOptions
+from distmuon.planning.owners import LAUNCH_COST, even, launches
+from distmuon.planning.placement import ParameterSpec
 
 #: Without patterns, the parameters that exchange are cut into about this many buckets a group, so that exchange and
 #: compute overlap, of no less than MIN_BYTES each.

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmuon.assignment import Round, assign, whole_costs
-from distmuon.drafts import Draft
-from distmuon.matrices import Matrix
-from distmuon.options import PlanOptions
-from distmuon.owners import bound
-from distmuon.placement import BATCH, ParameterSpec, Storage, dim_runs, ranks_of, regions, replicas_of, within
-from distmuon.plan import make_drafts
+from distmuon.planning.assignment import Round, assign, whole_costs
+from distmuon.planning.drafts import Draft
+from distmuon.planning.matrices import Matrix
+from distmuon.planning.options import PlanOptions
+from distmuon.planning.owners import bound
+from distmuon.planning.placement import BATCH, ParameterSpec, Storage, dim_runs, ranks_of, regions, replicas_of, within
+from distmuon.planning.plan import make_drafts
 from distmuon.richtext import Shown
 from distmuon.sharing import settled
 
@@ -36,7 +36,7 @@ class StageTotals:
         name: of the bucket.
         groups: positions, among those, of the ranks that exchange with one another; none without an exchange.
         bound: what no assignment of owners can beat, max(mean, largest matrix) of each group's GEMM cost.
-        owned_cost: GEMM cost (:func:`distmuon.matrices.gemm_cost`) of the exchanged matrices that a rank owns.
+        owned_cost: GEMM cost (:func:`distmuon.planning.matrices.gemm_cost`) of the exchanged matrices that a rank owns.
         whole_cost: of those that it orthogonalises where they lie.
         matrices: how many it owns.
         batches: calls of Newton-Schulz that these take, if ``max_batch_bytes`` cuts none.
@@ -117,7 +117,7 @@ def step_totals(parameters: Iterable[ParameterSpec], options: PlanOptions | None
 
     Args:
         parameters: on meshes; all that any rank has.
-        options: as for :func:`distmuon.plan.plan_step`.
+        options: as for :func:`distmuon.planning.plan.plan_step`.
 
     Raises:
         ValueError: as for ``plan_step``, or a parameter without a mesh, or none at all.

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distmuon.assignment import assign
-from distmuon.buckets import make_buckets
-from distmuon.drafts import Draft, draft_stages, spread_by_shape
-from distmuon.layout import Layout
 from distmuon.newton_schulz.costs import gemm_flops
-from distmuon.options import PlanOptions
-from distmuon.placement import ROWS, ParameterSpec, ranks_of
+from distmuon.planning.assignment import assign
+from distmuon.planning.buckets import make_buckets
+from distmuon.planning.drafts import Draft, draft_stages, spread_by_shape
+from distmuon.planning.layout import Layout
+from distmuon.planning.options import PlanOptions
+from distmuon.planning.placement import ROWS, ParameterSpec, ranks_of
+from distmuon.planning.schedule import Piece, Stage
 from distmuon.richtext import Shown
-from distmuon.schedule import Piece, Stage
 from distmuon.sharing import settled
 
 
@@ -64,9 +64,9 @@ class Plan(Shown):
             Rows with ``bucket``, ``rank``, ``parameters`` it handles there, ``matrices`` it orthogonalises,
             ``gemm_flops``, ``sent_bytes`` to and ``received_bytes`` from other ranks (both ways), ``collectives``,
             ``imbalance`` and ``imbalance_to_bound`` of the GEMM cost of matrices brought together (see
-            :meth:`distmuon.schedule.Exchange.imbalance`; 1 without any), and ``buffer_bytes``: updates, work buffer and
-            packed buffers. ``replicas`` says whether replicas share the bucket's matrices, "shared" or "repeated", or
-            "none" there; "mixed" if its parameters differ in that. ``gemm_flops_otherwise`` and
+            :meth:`distmuon.planning.schedule.Exchange.imbalance`; 1 without any), and ``buffer_bytes``: updates, work
+            buffer and packed buffers. ``replicas`` says whether replicas share the bucket's matrices, "shared" or
+            "repeated", or "none" there; "mixed" if its parameters differ in that. ``gemm_flops_otherwise`` and
             ``sent_bytes_otherwise`` are what the bucket, by itself, would cost this rank if each parameter that has
             replicas did the other.
 

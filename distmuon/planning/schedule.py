@@ -1,5 +1,5 @@
-"""What a plan consists of: plain data that check themselves. :mod:`distmuon.plan` makes them, :mod:`distmuon.step` runs
-them.
+"""What a plan consists of: plain data that check themselves. :mod:`distmuon.planning.plan` makes them,
+:mod:`distmuon.step` runs them.
 
 A bucket becomes one *stage*: at most one exchange, a packed all-to-all each way within one group of ranks, and matrices
 that this rank holds whole anyway. Three things hold elements in a stage:
@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from distmuon.matrices import Matrix
-from distmuon.owners import bound
-from distmuon.places import Place
+from distmuon.planning.matrices import Matrix
+from distmuon.planning.owners import bound
+from distmuon.planning.places import Place
 
 
 class Copy(NamedTuple):

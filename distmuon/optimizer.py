@@ -71,7 +71,7 @@ class DistMuon(torch.optim.Optimizer):
         max_batch_bytes: what one Newton-Schulz batch of several parameters may hold: stack, scratch, fp32 staging.
         share_replicas: whether the replicas of a matrix (``Replicate`` axes, as HSDP has them) split the work, each
             matrix orthogonalised once over all of them, or repeat it. None: those that lie alike share if the busiest
-            rank is done sooner so, see :func:`distmuon.sharing.settled`.
+            rank is done sooner so, see :func:`distmuon.planning.sharing.settled`.
         process_group: ranks that hold the same plain tensors (DDP), to share their work; None: each does all of it.
         capturable: from the second step on a step makes no storage and reads nothing to the host, so that a CUDA graph
             can hold it. ``lr`` must be a tensor then, on the parameters' device; change it in place.

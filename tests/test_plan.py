@@ -20,7 +20,7 @@ from distmuon.planning.owners import IMBALANCE, even, longest_first
 from distmuon.planning.placement import ParameterSpec, Storage
 from distmuon.planning.plan import Plan, plan_step
 from distmuon.planning.schedule import Stage
-from distmuon.sharing import settled
+from distmuon.planning.sharing import settled
 
 
 def local_numbers(spec: ParameterSpec, rank: int) -> torch.Tensor:

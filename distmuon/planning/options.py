@@ -35,7 +35,7 @@ class PlanOptions:
     """What a plan is asked for, beside the parameters; names and meaning are those of ``DistMuon``.
 
     ``sharing`` is what became of ``share_replicas=None``: where parameters lie whose replicas share. None until
-    :func:`distmuon.sharing.settled` has looked at them.
+    :func:`distmuon.planning.sharing.settled` has looked at them.
     """
 
     buckets: Patterns | None = None
@@ -85,7 +85,7 @@ class PlanOptions:
         """Whether the replicas of a parameter share its matrices, each orthogonalised once over all of them.
 
         Raises:
-            ValueError: that is left to the plan, and was not settled (:func:`distmuon.sharing.settled`).
+            ValueError: that is left to the plan, and was not settled (:func:`distmuon.planning.sharing.settled`).
         """
         if not spec.replica_axes:
             return False

@@ -19,8 +19,8 @@ from distmuon.planning.layout import Layout
 from distmuon.planning.options import PlanOptions
 from distmuon.planning.placement import ROWS, ParameterSpec, ranks_of
 from distmuon.planning.schedule import Piece, Stage
+from distmuon.planning.sharing import settled
 from distmuon.richtext import Shown
-from distmuon.sharing import settled
 
 
 @dataclass(frozen=True, repr=False)

@@ -21,8 +21,8 @@ from distmuon.planning.options import PlanOptions
 from distmuon.planning.owners import bound
 from distmuon.planning.placement import BATCH, ParameterSpec, Storage, dim_runs, ranks_of, regions, replicas_of, within
 from distmuon.planning.plan import make_drafts
+from distmuon.planning.sharing import settled
 from distmuon.richtext import Shown
-from distmuon.sharing import settled
 
 #: Of int64, one for each rank of a job or of a group. Not numpy's, which the package does without.
 Counts = Tensor

@@ -14,6 +14,7 @@ import pytest
 import torch
 from traces import device, event, launch, texts, write
 
+from distmuon.profiling.counter import LaunchCounter
 from distmuon.profiling.counting import count_launches
 from distmuon.profiling.device_check import (
     CONTESTANTS,
@@ -21,6 +22,7 @@ from distmuon.profiling.device_check import (
     digest_after,
     profiled_counts,
     summary,
+    toolchain,
     whole_digests,
 )
 from distmuon.profiling.devices import use_gpu
@@ -93,6 +95,17 @@ def test_a_captured_step_is_held_against_steps_of_its_own_settings() -> None:
     with stand_for(0, 2), exchanges_move_nothing():
         plain, first, again = (digest_after(3, specs, 0, "cpu", 0, each) for each in (options, held, held))
     assert first == again != plain
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"), [(None, "rocm"), ("12.8", "cuda12"), ("13.0", "cuda13"), ("14.1", "cuda13")]
+)
+def test_launches_are_counted_with_the_limits_of_the_build(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", version)
+    assert toolchain() == expected
+    assert LaunchCounter(expected).counts.launches == 0
 
 
 # One step of a GPU: a bias copy inside a product, a cast inside a call that has no rule, and an exchange's stand-in.

@@ -94,7 +94,7 @@ class LaunchCounter(TorchDispatchMode):
     """Counts while it is entered; the profiler ranges of a step (:mod:`distmuon.ranges`) say where a launch comes from.
 
     Args:
-        toolchain: "rocm" or "cuda13", whose limits a fused launch has.
+        toolchain: "rocm", "cuda12" or "cuda13", whose limits a fused launch has.
 
     Attributes:
         counts: what was counted so far.

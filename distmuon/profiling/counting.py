@@ -102,7 +102,7 @@ def count_launches(
         variant: of the step.
         ns_algorithm: arithmetic of Newton-Schulz, as DistMuon takes it.
         buckets: "published", "auto", or patterns.
-        toolchain: "rocm" or "cuda13", whose limits a fused launch has.
+        toolchain: "rocm", "cuda12" or "cuda13", whose limits a fused launch has.
 
     Raises:
         ValueError: an unknown name, with the nearest; or ranks, ep and experts that do not fit.

@@ -259,12 +259,18 @@ class _OperatorCounter(LaunchCounter):
 def _count(
     specs: Sequence[ParameterSpec], rank: int, ranks: int, options: Mapping[str, Any]
 ) -> dict[str, Counter[str]]:
-    cuda13 = torch.version.cuda and int(torch.version.cuda.split(".")[0]) >= 13
     with stand_for(rank, ranks):
         optimizer = make_optimizer(specs, rank, "meta", **options)
-        with _OperatorCounter("cuda13" if cuda13 else "rocm") as counter:
+        with _OperatorCounter(toolchain()) as counter:
             optimizer.step()
     return {name: +counts for name, counts in counter.by_operator.items()}
+
+
+def toolchain() -> str:
+    """The limits of launches that this build of torch has; those of ROCm where it is for CPUs alone."""
+    if not torch.version.cuda:
+        return "rocm"
+    return "cuda13" if int(torch.version.cuda.split(".")[0]) >= 13 else "cuda12"
 
 
 def _randomize(optimizer: DistMuon, device: str, seed: int) -> None:

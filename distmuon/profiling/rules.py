@@ -54,6 +54,7 @@ class Toolchain:
 CHUNK = 65_536
 TOOLCHAINS = {
     "rocm": Toolchain({1: 110, 2: 64, 3: 48, 4: 36, 5: 30}, 320, 64),
+    "cuda12": Toolchain({1: 110, 2: 64, 3: 48, 4: 36, 5: 30}, 320, 32),
     "cuda13": Toolchain({1: 770, 2: 448, 3: 336, 4: 252, 5: 210}, 2_240, 32),
 }
 

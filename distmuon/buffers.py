@@ -85,11 +85,8 @@ def peak_bytes(plan: Plan) -> int:
     These are the buffers, and the updates of the stages under way (:func:`under_way`). What one batch of Newton-Schulz
     holds for itself comes on top; ``max_batch_bytes`` bounds it.
     """
-
-    def updates(stage: Stage) -> int:
-        return sum(plan.parameters[index].local_bytes(plan.rank) for index in stage.parameters)
-
-    return sum(buffer_bytes(plan).values()) + max(sum(map(updates, stages)) for stages in under_way(plan))
+    updates = (sum(map(plan.update_bytes, stages)) for stages in under_way(plan))
+    return sum(buffer_bytes(plan).values()) + max(updates, default=0)
 
 
 def under_way(plan: Plan) -> list[tuple[Stage, ...]]:

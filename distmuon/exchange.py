@@ -5,7 +5,6 @@ One that fails, as a rank died, stopped or came too late, says on which rank, in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,9 +15,8 @@ from distmuon.agreement import collective_failure
 from distmuon.buffers import Buffers
 from distmuon.planning.plan import Plan
 from distmuon.planning.schedule import Stage, Way
+from distmuon.process_groups import Groups
 from distmuon.ranges import phase
-
-Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
 class _Side(NamedTuple):

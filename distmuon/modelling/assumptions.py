@@ -13,7 +13,7 @@ class Assumptions:
 
     From its data sheets: memory 3.35 TB/s; NVLink 900 GB/s in both directions, so 450 GB/s each way; an InfiniBand port
     of 400 Gb/s a GPU, so 50 GB/s; 8 GPUs a host. These are peaks. 400 TFLOP/s are 40 % of the peak of dense bf16
-    products (989), and what :mod:`distmuon.planning.options` decides with. 5 us a launch and 2 us a message are round
+    products (989), and what :mod:`distmuon.planning.sharing` decides with. 5 us a launch and 2 us a message are round
     numbers of no data sheet.
 
     Attributes:

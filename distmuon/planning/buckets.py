@@ -216,14 +216,14 @@ def _time(parameters: Sequence[ParameterSpec], indices: Sequence[int], ranks: in
 def _ranks(spec: ParameterSpec, options: PlanOptions) -> int:
     """Ranks of the group that exchanges a parameter's matrices."""
     assert spec.storage is not None
-    return math.prod(spec.storage.mesh_shape[axis] for axis in options.exchange_axes(spec))
+    return spec.storage.size(options.exchange_axes(spec))
 
 
 def _group_matrices(spec: ParameterSpec, options: PlanOptions) -> int:
     """How many of its matrices one group exchanges."""
     assert spec.storage is not None
     apart = set(range(len(spec.storage.mesh_shape))).difference(options.exchange_axes(spec), spec.replica_axes)
-    return sum(spec.shapes.values()) // math.prod(spec.storage.mesh_shape[axis] for axis in apart)
+    return sum(spec.shapes.values()) // spec.storage.size(apart)
 
 
 def _group_cost(spec: ParameterSpec, options: PlanOptions) -> float:

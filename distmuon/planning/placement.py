@@ -260,6 +260,10 @@ class Storage:
             for axis in self.axes(dim)
         )
 
+    def size(self, axes: Iterable[int]) -> int:
+        """How many ranks a group along ``axes`` has."""
+        return math.prod(self.mesh_shape[axis] for axis in axes)
+
     def group(self, rank: int, axes: Collection[int]) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` along ``axes`` only, in mesh order."""
         coordinate = self.coordinate(rank)

@@ -49,6 +49,10 @@ class Plan(Shown):
                     pieces.append(Piece(run.local + top - run.start, bottom - top, rows))
         return tuple(pieces)
 
+    def update_bytes(self, stage: Stage) -> int:
+        """Bytes of the updates of a stage: the local shards of its parameters."""
+        return sum(self.parameters[index].local_bytes(self.rank) for index in stage.parameters)
+
     def ranks(self) -> tuple[int, ...]:
         """All ranks that hold a parameter of this plan."""
         return tuple(ranks_of(self.parameters)) or (self.rank,)
@@ -82,7 +86,6 @@ class Plan(Shown):
     def _row(self, stage: Stage, ns_steps: int) -> dict[str, Any]:
         exchange = stage.exchange
         imbalance, to_bound = exchange.imbalance() if exchange else (1.0, 1.0)
-        updates = sum(self.parameters[index].local_bytes(self.rank) for index in stage.parameters)
         return {
             "bucket": stage.name,
             "rank": self.rank,
@@ -94,7 +97,7 @@ class Plan(Shown):
             "collectives": len(exchange.ways) if exchange else 0,
             "imbalance": imbalance,
             "imbalance_to_bound": to_bound,
-            "buffer_bytes": updates
+            "buffer_bytes": self.update_bytes(stage)
             + stage.work_bytes
             + (exchange.holder_bytes + exchange.owner_bytes if exchange else 0),
         }

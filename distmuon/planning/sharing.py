@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -55,10 +54,8 @@ def _busiest(specs: Sequence[ParameterSpec], storage: Storage, options: PlanOpti
     each and sends back as much if each replica works by itself, to all of them (R - 1/S) m if they share; of what it
     holds it sends all, or if they share the part whose owners are in its replica, and receives all.
     """
-    sizes = storage.mesh_shape
-    cut = {axis for spec in specs for axes in spec.cut_axes for axis in axes}
-    holders = math.prod(sizes[axis] for axis in cut)
-    replicas = math.prod(sizes[axis] for axis in specs[0].replica_axes)
+    holders = storage.size({axis for spec in specs for axes in spec.cut_axes for axis in axes})
+    replicas = storage.size(specs[0].replica_axes)
     groups = len(storage.ranks) // (holders * replicas)
     workers = holders * replicas if shared else holders
     counts: Counter[tuple[int, int, int]] = Counter()  # matrices of a group by rows, columns, bytes of an element

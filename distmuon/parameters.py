@@ -142,4 +142,11 @@ def _storage(parameter: Tensor, group: dist.ProcessGroup | None) -> Storage | No
         ranks = dist.get_process_group_ranks(group) if group else ()
         return Storage((len(ranks),), tuple(ranks), (Replicate(),)) if ranks else None
     mesh = parameter.device_mesh
+    for axis, placement in enumerate(parameter.placements):
+        if not isinstance(placement, Replicate) and (mesh.mesh.diff(dim=axis) < 0).any():
+            raise ValueError(
+                f"it is sharded over axis {axis} of mesh {mesh.mesh.tolist()}, along which ranks do not ascend. FSDP2 "
+                "cuts it there in the order of ranks and DTensor in that of the mesh, so what a rank holds can't be "
+                "told: make the mesh with ascending ranks along each axis"
+            )
     return Storage(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(parameter.placements))

@@ -48,6 +48,8 @@ def main() -> None:
         kind = int if field.type == "int" else float
         assumed.add_argument(option, type=kind, default=field.default, help=f"default: {field.default:g}")
     arguments = parser.parse_args()
+    if arguments.curve and (arguments.ranks is not None or arguments.rank):
+        parser.error("--curve has ranks of its own, and plans the first: leave out --ranks and --rank")
     try:
         job = read_job(arguments)
     except ValueError as error:

@@ -37,7 +37,7 @@ def main() -> int:
             show_side_by_side(arguments)
         else:
             read(arguments)
-    except (TraceError, FileExistsError) as error:
+    except (TraceError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -136,11 +136,11 @@ def test_meshes_of_three_axes(pool, axes):
     assert pool.run(8, differing_shards, cases, {}) == [[]] * 8
 
 
-def test_ranks_of_a_mesh_in_any_order(pool):
+def test_ranks_need_not_ascend_through_a_mesh_but_along_what_is_sharded(pool):
     cases = [
-        on_four((Replicate(), Shard(0)), order=(2, 0, 3, 1)),
-        on_four(ROWS, order=(3, 1, 0, 2)),
-        Case(SHAPES, (4,), (Shard(0),), order=(1, 3, 2, 0), settings={"lr": 0.02}),
+        on_four((Replicate(), Shard(0)), order=(2, 3, 0, 1)),
+        on_four((Shard(0), Replicate()), order=(1, 0, 3, 2)),
+        on_four(ROWS, order=(0, 2, 1, 3)),
     ]
     assert pool.run(4, differing_shards, cases, {}) == [[]] * 4
 
@@ -290,6 +290,10 @@ def refused(rank: int, ranks: int, what: str) -> str:
         parameter = nn.Parameter(DTensor.from_local(local, whole, [Partial()]))
     elif what == "another mesh":
         parameter = nn.Parameter(DTensor.from_local(local, DeviceMesh("cpu", [0]), [Shard(0)], run_check=False))
+    elif what == "order":  # FSDP2 cuts by rank in the process group, DTensor by place in the mesh
+        model = nn.Linear(7, 8, bias=False)
+        fully_shard(model, mesh=DeviceMesh("cpu", [1, 0]))
+        parameter = model.weight
     else:  # each rank believes that its rows are all there are
         shape = torch.Size((4 + rank, 4))
         sharded = DTensor.from_local(local, whole, [Shard(0)], run_check=False, shape=shape, stride=(4, 1))
@@ -309,6 +313,11 @@ def test_a_partial_placement_is_refused_by_name_on_every_rank(pool):
 def test_a_mesh_without_this_rank_is_refused_by_name_on_every_rank(pool):
     for message in pool.run(2, refused, "another mesh"):
         assert "'layer.w' is on a mesh of ranks (0,), without rank 1" in message
+
+
+def test_a_mesh_along_which_ranks_do_not_ascend_is_refused_by_name_on_every_rank(pool):
+    for message in pool.run(2, refused, "order"):
+        assert "'layer.w': it is sharded over axis 0 of mesh [1, 0], along which ranks do not ascend" in message
 
 
 def test_global_shapes_that_differ_are_found_by_all(pool):

@@ -124,6 +124,8 @@ def test_ranks_are_written_as_one_trace(call: Call, tmp_path: Path) -> None:
     code, _, errors = call(tmp_path, "--merge", merged)
     assert code == 2
     assert "merged.json.gz" in errors, "what is there is not overwritten"
+    code, _, errors = call(tmp_path, "--merge", tmp_path / "missing" / "merged.json.gz")
+    assert code == 2 and errors.startswith("error: ") and "missing" in errors
 
 
 @pytest.mark.parametrize(

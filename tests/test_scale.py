@@ -76,6 +76,7 @@ def test_what_does_not_fit_is_refused_by_the_script():
     for arguments, message in (
         (["--workload", "kimi-k3"], "did you mean 'kimi-k2'"),
         (["--rank", "1024"], "rank is 1024: give a whole number, 0 to 1023"),
+        (["--curve", "--ranks", "16"], "leave out --ranks and --rank"),
     ):
         ended = run_script(*arguments)
         assert ended.returncode == 2

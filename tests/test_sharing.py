@@ -74,3 +74,17 @@ def test_what_was_not_settled_is_not_answered():
     assert PlanOptions().shares(sharded) is False, "without replicas there is nothing to settle"
     with pytest.raises(ValueError, match="share_replicas is None: settle first"):
         PlanOptions().shares(replicated("a", 8, 0, 1))
+
+
+def test_replicas_repeat_what_sharing_would_not_finish_sooner():
+    storage = Storage((2, 2), (0, 1, 2, 3), (Replicate(), Shard(0)))
+    specs = [ParameterSpec(f"w{number}", (512, 512), torch.float32, (512,), storage) for number in range(2)]
+    assert not settled(specs, PlanOptions()).shares(specs[0])
+
+    def busiest(share: bool | None) -> tuple[int, int]:
+        rows = [
+            row for rank in range(4) for row in plan_step(specs, rank, PlanOptions(share_replicas=share)).report([rank])
+        ]
+        return max(row["gemm_flops"] for row in rows), max(row["sent_bytes"] for row in rows)
+
+    assert busiest(None) == busiest(False) and busiest(True)[0] == busiest(False)[0] and busiest(True) > busiest(False)

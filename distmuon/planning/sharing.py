@@ -21,7 +21,7 @@ def settled(parameters: Iterable[ParameterSpec], options: PlanOptions) -> PlanOp
     """``options`` that say of each mesh whether its replicas share; as they are if they do already.
 
     Parameters that lie alike share or repeat their work together. They share where the busiest rank is done sooner:
-    where the bytes that it moves in addition are worth no more than the GEMM FLOPs that it saves, at
+    where the bytes that it moves in addition are worth less than the GEMM FLOPs that it saves, at
     :data:`FLOPS_PER_BYTE`. Sums over ranks do not decide: with fewer matrices than ranks an owner's way back to all
     replicas takes longer than what it saves.
 
@@ -39,7 +39,7 @@ def settled(parameters: Iterable[ParameterSpec], options: PlanOptions) -> PlanOp
 
 def _shared_sooner(specs: Sequence[ParameterSpec], storage: Storage, options: PlanOptions) -> bool:
     together, apart = (_busiest(specs, storage, options, shared=shared) for shared in (True, False))
-    return together.flops + FLOPS_PER_BYTE * together.bytes <= apart.flops + FLOPS_PER_BYTE * apart.bytes
+    return together.flops + FLOPS_PER_BYTE * together.bytes < apart.flops + FLOPS_PER_BYTE * apart.bytes
 
 
 class _Busiest(NamedTuple):
@@ -50,9 +50,11 @@ class _Busiest(NamedTuple):
 def _busiest(specs: Sequence[ParameterSpec], storage: Storage, options: PlanOptions, *, shared: bool) -> _Busiest:
     """What the busiest rank has to do for parameters that lie alike: GEMM FLOPs, and bytes either way.
 
-    Matrices of m elements are cut over S ranks in each of R replicas. Of those it owns, a rank receives (1 - 1/S) m
-    each and sends back as much if each replica works by itself, to all of them (R - 1/S) m if they share; of what it
-    holds it sends all, or if they share the part whose owners are in its replica, and receives all.
+    A rank holds 1/S of each matrix, S ranks a whole replica of R. Of a matrix of m bytes it receives (1 - 1/S) m if it
+    owns it,
+    and sends back as much if each replica works by itself, (R - 1/S) m if they share. Of what it holds it sends all but
+    what it owns, and receives that back; if they share it sends the part whose owners are in its replica. The one that
+    owns most and the one that owns least are the busiest.
     """
     holders = storage.size({axis for spec in specs for axes in spec.cut_axes for axis in axes})
     replicas = storage.size(specs[0].replica_axes)
@@ -75,10 +77,11 @@ def _busiest(specs: Sequence[ParameterSpec], storage: Storage, options: PlanOpti
     for (rows, cols, itemsize), owner in zip(left, owners, strict=True):
         loads[owner][0] += gemm_flops(rows, cols, 5, options.ns_algorithm)
         loads[owner][1] += rows * cols * itemsize
+    sizes = [size for _, size in loads]
     flops += max(load for load, _ in loads)
-    moved += max(size for _, size in loads)
+    most, least = moved + max(sizes), moved + min(sizes)
     kept = 1 / holders
     targets = replicas if shared else 1
-    out = max(moved * (1 - kept), held / targets) if holders > 1 else 0.0
-    back = max(moved * (targets - kept), held) if workers > 1 else 0.0
+    out = max(most * (1 - kept), held / targets - least * kept) if holders > 1 else 0.0
+    back = max(most * (targets - kept), held - least * kept) if workers > 1 else 0.0
     return _Busiest(flops, out + back)

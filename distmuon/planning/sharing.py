@@ -50,11 +50,10 @@ class _Busiest(NamedTuple):
 def _busiest(specs: Sequence[ParameterSpec], storage: Storage, options: PlanOptions, *, shared: bool) -> _Busiest:
     """What the busiest rank has to do for parameters that lie alike: GEMM FLOPs, and bytes either way.
 
-    A rank holds 1/S of each matrix, S ranks a whole replica of R. Of a matrix of m bytes it receives (1 - 1/S) m if it
-    owns it,
-    and sends back as much if each replica works by itself, (R - 1/S) m if they share. Of what it holds it sends all but
-    what it owns, and receives that back; if they share it sends the part whose owners are in its replica. The one that
-    owns most and the one that owns least are the busiest.
+    A rank holds 1/S of each matrix, S ranks a whole replica of R. Of a matrix of m bytes that it owns it receives
+    (1 - 1/S) m, and sends back as much if each replica works by itself, (R - 1/S) m if they share. Of what it holds it
+    sends all but what it owns, and receives that back; if they share it sends the part whose owners are in its replica.
+    The one that owns most and the one that owns least are the busiest.
     """
     holders = storage.size({axis for spec in specs for axes in spec.cut_axes for axis in axes})
     replicas = storage.size(specs[0].replica_axes)

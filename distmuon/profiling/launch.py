@@ -22,6 +22,7 @@ from typing import TextIO
 
 _POLL_S = 0.05
 _GRACE_S = 2.0  # for the ranks that notice that one has failed to say so: that names what they were in
+_ANSWER_S = 3.0  # for ranks that are asked where they are
 _TAIL_LINES = 20
 _START_S = 120.0  # until every rank has written its first line: importing torch for the first time can take a minute
 _ENVIRONMENT = {
@@ -193,19 +194,27 @@ def _end_of(code: int) -> str:
 
 
 def _find_hanging(processes: list[subprocess.Popen], logs: list[Path]) -> tuple[int, str]:
-    """The rank that the others wait for, and where each of them is."""
+    """The rank that the others wait for, and where each of them is.
+
+    That is one which does not say where it is, as it is stopped; else one which is somewhere else than in a wait.
+    """
     sizes = [log.stat().st_size for log in logs]
     living = [rank for rank, process in enumerate(processes) if process.poll() is None]
     for rank in living:
         processes[rank].send_signal(signal.SIGUSR1)
-    time.sleep(1.0)
-    places, busy = [], []
+    deadline = time.monotonic() + _ANSWER_S
+    while time.monotonic() < deadline and any(logs[rank].stat().st_size == sizes[rank] for rank in living):
+        time.sleep(_POLL_S)
+    time.sleep(_POLL_S)  # for the end of an answer that has begun
+    places, busy, silent = [], [], []
     for rank in living:
         stack = logs[rank].read_bytes()[sizes[rank] :].decode(errors="replace")
         frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack)  # innermost first
         waits = any(part in path for path, _, _ in frames[:3] for part in _WAITING)
-        if not waits:
+        if not stack:
+            silent.append(rank)
+        elif not waits:
             busy.append(rank)
         place = f"{frames[0][2]} ({Path(frames[0][0]).name}:{frames[0][1]})" if frames else "no known place: no answer"
         places.append(f"rank {rank} {'waits' if waits else 'is'} in {place}")
-    return (busy or living)[0], "\n".join(places)
+    return (silent or busy or living)[0], "\n".join(places)

@@ -81,8 +81,7 @@ def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup, *, 
     except RuntimeError as absent:
         raise error or absent from None
     digests = {mesh: hashlib.sha256(repr(tuple(items)).encode()).hexdigest() for mesh, items in claims.items()}
-    said = error and f"{type(error).__name__}: {error}"
-    gathered = gather("compares parameters and settings", (digests, said, parameters), group)
+    gathered = gather("compares parameters and settings", (digests, told(error), parameters), group)
     if error:
         raise error
     for rank, (_, message, _) in enumerate(gathered):
@@ -132,6 +131,11 @@ def collective_failure(what: str, group: dist.ProcessGroup, error: RuntimeError)
         f"on rank {dist.get_rank()} {what} among ranks {ranks} failed: one of them died, stopped, came too late or "
         f"raised alone ({str(error).splitlines()[0]})"
     )
+
+
+def told(error: Exception | None) -> str | None:
+    """An error as the other ranks are told of it."""
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def gather(what: str, value: object, group: dist.ProcessGroup | None) -> list:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from distmuon.agreement import gather
+from distmuon.agreement import gather, told
 from distmuon.state import other_parameters, refuse_other_matrices
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter name, whatever the groups
@@ -166,7 +166,7 @@ def _agreed() -> Iterator[None]:
         yield
     except Exception as found:
         error = found
-    everyone = gather("agrees on a checkpoint", error and f"{type(error).__name__}: {error}", dist.group.WORLD)
+    everyone = gather("agrees on a checkpoint", told(error), dist.group.WORLD)
     if error:
         raise error
     for rank, message in enumerate(everyone):

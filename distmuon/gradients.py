@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distmuon.agreement import collective_failure, gather
+from distmuon.agreement import collective_failure, gather, told
 from distmuon.checks import check_choice
 from distmuon.names import choose
 from distmuon.planning.placement import ParameterSpec
@@ -166,8 +166,7 @@ class GradientAgreement:
         return missing, _not_finite(present), _not_finite(watched)
 
     def _raise(self, missing: list[_Key], bad: list[str], error: Exception | None) -> None:
-        message = error and f"{type(error).__name__}: {error}"
-        everything = gather("finds which gradients are at fault", (missing, bad, message), self._group)
+        everything = gather("finds which gradients are at fault", (missing, bad, told(error)), self._group)
         if error:
             raise error
         for rank, (_, _, message) in enumerate(everything):

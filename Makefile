@@ -6,7 +6,7 @@
 #   make batch             a grid of parameters, a folder a run, and runs/index.html; GRID=notebooks/grids/...yaml
 #   make site              a static folder, site/, from the latest run of each notebook
 #   make lab               JupyterLab, opened on the tour
-#   make lint              ruff, notebooks without outputs                 make types: mypy; make format: mend what ruff can
+#   make lint              ruff, mypy, notebooks without outputs           make format: mend what ruff can
 #   make setup             just the environment                            PIP_ARGS=...: handed to pip (another build of torch)
 #   make clean             remove what the others made, .venv too, but not runs/
 
@@ -33,7 +33,7 @@ QUICK_TRAINING := -p steps 8 -p tokens 16 -p every 2
 GRID ?= notebooks/grids/packing.yaml
 CODE := distmuon scripts tests notebooks
 
-.PHONY: setup report compare batch site test lab lint types format clean
+.PHONY: setup report compare batch site test lab lint format clean
 
 setup: $(INSTALLED)
 
@@ -87,8 +87,6 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/nbstripout --verify notebooks/*.ipynb
-
-types: $(INSTALLED)
 	$(BIN)/mypy
 
 format: $(INSTALLED)

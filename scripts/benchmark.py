@@ -22,16 +22,16 @@ from functools import partial
 
 from distmuon.buffers import peak_bytes
 from distmuon.commandline import Parser
+from distmuon.counting.contestants import Contestant
+from distmuon.counting.launches import count_launches
 from distmuon.planning.options import PlanOptions
-from distmuon.planning.placement import cut_blocks, dim_runs
 from distmuon.planning.plan import plan_step
-from distmuon.profiling.contestants import Contestant
-from distmuon.profiling.counting import count_launches
+from distmuon.planning.runs import cut_blocks, dim_runs
 from distmuon.profiling.host import measure_host
 from distmuon.profiling.noise import Change, paired_change
 from distmuon.profiling.run import profile
 from distmuon.profiling.session import Settings
-from distmuon.profiling.tables import change_of
+from distmuon.studies.profile_tables import change_of
 from distmuon.workloads import get_workload
 from distmuon.workloads.storage import PUBLISHED_BUCKETS, muon_parameters, plan_for
 

@@ -14,10 +14,10 @@ import sys
 from dataclasses import replace
 
 from distmuon.commandline import Parser, checked, one_of
+from distmuon.counting.contestants import Contestant, add_set_option
+from distmuon.counting.launches import LaunchCounts, count_launches
+from distmuon.counting.rules import TOOLCHAINS
 from distmuon.newton_schulz import NS_ALGORITHMS
-from distmuon.profiling.contestants import Contestant, add_set_option
-from distmuon.profiling.counting import LaunchCounts, count_launches
-from distmuon.profiling.rules import TOOLCHAINS
 from distmuon.workloads import get_workload
 from distmuon.workloads.storage import BUCKETS
 

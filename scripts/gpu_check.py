@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from distmuon.commandline import Parser, checked, one_of, table
+from distmuon.counting.contestants import Contestant
 from distmuon.folders import claim, fresh
-from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.device_check import CONTESTANTS, Checked, check_rank, summary, whole_digests
 from distmuon.profiling.devices import use_gpu
 from distmuon.provenance import provenance

@@ -20,7 +20,7 @@ from typing import Any
 from distmuon.commandline import Parser, checked, one_of
 from distmuon.modelling import Assumptions
 from distmuon.profiling.memory import torch_rss_bytes
-from distmuon.profiling.scale import Job, curve, growth, plan_each, plan_job
+from distmuon.studies.scale import Job, curve, growth, plan_each, plan_job
 from distmuon.variants import VARIANTS
 from distmuon.workloads import get_workload
 from distmuon.workloads.storage import BUCKETS

@@ -19,13 +19,13 @@ import sys
 from pathlib import Path
 
 from distmuon.commandline import Parser, checked, one_of
+from distmuon.counting.contestants import Contestant, add_set_option
 from distmuon.newton_schulz import NS_ALGORITHMS
-from distmuon.profiling.contestants import Contestant, add_set_option
 from distmuon.profiling.devices import DEVICES, NS_DTYPES
 from distmuon.profiling.launch import RankFailure
 from distmuon.profiling.run import profile
 from distmuon.profiling.session import Settings
-from distmuon.profiling.tables import profile_table
+from distmuon.studies.profile_tables import profile_table
 from distmuon.workloads import get_workload
 from distmuon.workloads.storage import BUCKETS
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from distmuon.commandline import Parser, one_of, table
-from distmuon.profiling.merge import merge_traces
-from distmuon.profiling.ranks import RankTraces, missing_ranks, shown_ranks
-from distmuon.profiling.trace import Trace
-from distmuon.profiling.tracefile import TraceError
+from distmuon.traces.merge import merge_traces
+from distmuon.traces.ranks import RankTraces, missing_ranks, shown_ranks
+from distmuon.traces.trace import Trace
+from distmuon.traces.tracefile import TraceError
 
 
 def main() -> int:
@@ -91,8 +91,8 @@ def read(arguments: argparse.Namespace) -> None:
 
 def show_side_by_side(arguments: argparse.Namespace) -> None:
     """Show two traces, or the ranks of two runs, side by side."""
-    from distmuon.profiling import comparison_tables  # needs pandas, which reading does not
-    from distmuon.profiling.comparison import compare
+    from distmuon.studies import comparison_tables  # needs pandas, which reading does not
+    from distmuon.traces.comparison import compare
 
     if arguments.range:
         frames = comparison_tables.tables(compare(*arguments.traces, arguments.range, partial=arguments.partial))

@@ -10,12 +10,13 @@ import pytest
 from executed import Executed
 from matplotlib.colors import to_hex
 
-from distmuon.profiling import ablation, plots
-from distmuon.profiling.contestants import ladder
-from distmuon.profiling.counter import SOURCES
-from distmuon.profiling.counting import count_launches
+from distmuon.counting.contestants import ladder
+from distmuon.counting.counter import SOURCES
+from distmuon.counting.launches import count_launches
 from distmuon.profiling.sweep import sweep_copies
-from distmuon.profiling.tables import SOURCE_GROUPS
+from distmuon.studies import ablation
+from distmuon.studies import profile_plots as plots
+from distmuon.studies.profile_tables import SOURCE_GROUPS
 
 LADDER = ladder("baseline", ["packing=parameter", "packing=bucket", "elementwise=bucket"])
 

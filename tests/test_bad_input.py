@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from distmuon import DistMuon, matrix_rows, muon_with_adamw, plan_for, split_parameters
 from distmuon.modelling import Assumptions
-from distmuon.profiling.scale import Job
+from distmuon.studies.scale import Job
 
 
 def weight(*shape: int) -> nn.Parameter:

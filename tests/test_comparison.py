@@ -14,11 +14,11 @@ from matplotlib.colors import to_hex
 from pool import Pool
 from traces import STEP, device, event, launch, trace_exchanges, write, write_rank
 
-from distmuon.profiling import comparison_plots as plots
-from distmuon.profiling import comparison_tables as tables
-from distmuon.profiling.comparison import Comparison, common_range, compare
-from distmuon.profiling.ranks import RankTraces
-from distmuon.profiling.tracefile import TraceError
+from distmuon.studies import comparison_plots as plots
+from distmuon.studies import comparison_tables as tables
+from distmuon.traces.comparison import Comparison, common_range, compare
+from distmuon.traces.ranks import RankTraces
+from distmuon.traces.tracefile import TraceError
 
 #: Like STEP, but its memset has gone, one gemm is another kernel, and the exchange has nothing beside it.
 LATER = [

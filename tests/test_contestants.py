@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distmuon.profiling.contestants import Contestant, labels, ladder, read_setting
-from distmuon.profiling.counting import count_launches
+from distmuon.counting.contestants import Contestant, labels, ladder, read_setting
+from distmuon.counting.launches import count_launches
 from distmuon.profiling.session import Settings
 from distmuon.variants import VARIANTS, Variant
 

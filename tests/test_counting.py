@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from distmuon import plan_for
-from distmuon.newton_schulz import COEFFICIENTS, orthogonalize_
-from distmuon.profiling.counter import LaunchCounter
-from distmuon.profiling.counting import count_launches
-from distmuon.profiling.rules import (
+from distmuon.counting.counter import LaunchCounter
+from distmuon.counting.launches import count_launches
+from distmuon.counting.rules import (
     CHUNK,
     KERNEL,
     MEMCPY,
@@ -26,6 +25,7 @@ from distmuon.profiling.rules import (
     reduction_splits,
     takes_fused_route,
 )
+from distmuon.newton_schulz import COEFFICIENTS, orthogonalize_
 from distmuon.ranges import phase
 from distmuon.variants import VARIANTS
 from distmuon.workloads import get_workload

@@ -1,11 +1,69 @@
-"""torch alone is enough to plan and to step; what else there is belongs to profiling and to the notebooks."""
+"""What needs what: imports run one way, and torch alone is enough to plan and to step."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.glob("distmuon/**/*.py")}
+#: What lies in a folder may import what lies in those it names, and what lies in no folder.
+FOLDERS = {
+    "newton_schulz": set(),
+    "planning": {"newton_schulz"},
+    "workloads": {"newton_schulz", "planning"},
+    "modelling": {"planning"},
+    "counting": {"newton_schulz", "planning", "workloads", "modelling"},
+    "traces": set(),
+    "profiling": {"newton_schulz", "planning", "workloads", "counting", "traces"},
+    "studies": {"newton_schulz", "planning", "workloads", "modelling", "counting", "traces", "profiling"},
+    "reporting": set(),
+}
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of the package that a module imports, anywhere in it; a package by its ``__init__``."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "distmuon":
+            for name in node.names:
+                paths = (f"{node.module}.{name.name}", node.module, f"{node.module}.__init__")
+                found.add(next(path for path in paths if path in MODULES))
+    return found
+
+
+def test_no_two_modules_need_one_another() -> None:
+    assert len(list(TopologicalSorter({name: imported(path) for name, path in MODULES.items()}).static_order())) > 100
+
+
+def folder(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 2 else None
+
+
+def test_folders_import_what_lies_below_them() -> None:
+    assert {folder(module) for module in MODULES} == {None, *FOLDERS}
+    for name, path in MODULES.items():
+        if folder(name):
+            others = {folder(module) for module in imported(path)} - {None, folder(name)}
+            assert others <= FOLDERS[folder(name)], name
+
+
+def test_what_lies_in_no_folder_needs_no_profiling() -> None:
+    for name, path in MODULES.items():
+        if folder(name) is None and name != "distmuon.__init__":
+            assert {folder(module) for module in imported(path)} <= {None, "newton_schulz", "planning"}, name
+
+
+def test_no_module_has_more_than_400_lines() -> None:
+    lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    assert {name: many for name, many in lines.items() if many > 400} == {}
+
 
 WITHOUT = '''
 import sys

@@ -14,8 +14,9 @@ import pytest
 import torch
 from traces import device, event, launch, texts, write
 
-from distmuon.profiling.counter import LaunchCounter
-from distmuon.profiling.counting import count_launches
+from distmuon.counting.counter import LaunchCounter
+from distmuon.counting.launches import count_launches
+from distmuon.counting.standin import exchanges_move_nothing, stand_for
 from distmuon.profiling.device_check import (
     CONTESTANTS,
     check_rank,
@@ -26,8 +27,7 @@ from distmuon.profiling.device_check import (
     whole_digests,
 )
 from distmuon.profiling.devices import use_gpu
-from distmuon.profiling.standin import exchanges_move_nothing, stand_for
-from distmuon.profiling.trace import Trace
+from distmuon.traces.trace import Trace
 from distmuon.workloads import get_workload
 from distmuon.workloads.storage import muon_parameters
 

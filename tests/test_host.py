@@ -9,12 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmuon.buffers import Buffers, buffer_bytes, peak_bytes, under_way
+from distmuon.counting.contestants import Contestant
+from distmuon.counting.standin import make_optimizer, stand_for
 from distmuon.packing import group_copies
 from distmuon.planning.options import PlanOptions
 from distmuon.planning.plan import Plan, plan_step
-from distmuon.profiling.contestants import Contestant
 from distmuon.profiling.host import SMALL_WORKLOAD, OperatorCounter, measure_host
-from distmuon.profiling.standin import make_optimizer, stand_for
 from distmuon.ranges import parse
 from distmuon.workloads import get_workload
 from distmuon.workloads.storage import muon_parameters, plan_for

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from distmuon.profiling.ranks import RankTraces
 from distmuon.profiling.results import Run
+from distmuon.traces.ranks import RankTraces
 
 ROOT = Path(__file__).parents[1]
 HOSTS, RANKS_PER_HOST = 2, 2

@@ -11,10 +11,10 @@ import pytest
 from pool import Pool
 from traces import REAL, STEP, device, event, launch, needs_real_traces, trace_exchanges, write, write_rank
 
-from distmuon.profiling.merge import merge_traces
-from distmuon.profiling.ranks import RankTraces, shown_ranks
-from distmuon.profiling.trace import Trace
-from distmuon.profiling.tracefile import TraceError
+from distmuon.traces.merge import merge_traces
+from distmuon.traces.ranks import RankTraces, shown_ranks
+from distmuon.traces.trace import Trace
+from distmuon.traces.tracefile import TraceError
 
 RANKS = 3
 

@@ -10,11 +10,11 @@ import pytest
 from executed import Executed
 
 from distmuon.modelling import Assumptions
-from distmuon.profiling import scale_plots
-from distmuon.profiling import scale_report as report
-from distmuon.profiling.modelcheck import PARTS, Check, check, read_check
-from distmuon.profiling.scale import Job, plan_job
 from distmuon.profiling.session import Settings
+from distmuon.studies import scale_plots
+from distmuon.studies import scale_report as report
+from distmuon.studies.modelcheck import PARTS, Check, check, read_check
+from distmuon.studies.scale import Job, plan_job
 
 SETTINGS = Settings("tiny", 2, 2, ("baseline", "fused"), steps=3, repeats=1, tokens=16)
 

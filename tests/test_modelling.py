@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from pool import Pool
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distmuon.counting import dryrun
+from distmuon.counting.launches import count_launches
 from distmuon.modelling import Assumptions, Replay, replay
 from distmuon.modelling.loads import StageLaunches, StageLoad, Traffic, Work, loads_of
 from distmuon.modelling.pipeline import COMPUTING, WAITING
 from distmuon.newton_schulz.costs import gemm_flops
 from distmuon.planning.options import PlanOptions
 from distmuon.planning.totals import step_totals
-from distmuon.profiling import dryrun
-from distmuon.profiling.counting import count_launches
 from distmuon.ranges import parse
 from distmuon.workloads.config import get_workload
 from distmuon.workloads.storage import PUBLISHED_BUCKETS, get_buckets, muon_parameters, plan_for

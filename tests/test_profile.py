@@ -21,13 +21,15 @@ import torch
 from matplotlib.colors import to_hex
 from traces import event, texts
 
-from distmuon.profiling import findings, plots, tables
-from distmuon.profiling.counting import count_launches
+from distmuon.counting.launches import count_launches
 from distmuon.profiling.events import rank_events, step_range
 from distmuon.profiling.noise import paired_change
 from distmuon.profiling.results import RankResults, Run, write_results
 from distmuon.profiling.session import Settings
-from distmuon.profiling.trace import Trace, TraceError
+from distmuon.studies import profile_findings as findings
+from distmuon.studies import profile_plots as plots
+from distmuon.studies import profile_tables as tables
+from distmuon.traces.trace import Trace, TraceError
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "profile_step.py"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from traces import FIGURES, STEP, event, launch, texts, write, write_rank
 
-from distmuon.profiling.trace import Trace
+from distmuon.traces.trace import Trace
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "read_trace.py"
 Call = Callable[..., tuple[int, str, str]]
@@ -178,7 +178,7 @@ def test_ranks_that_are_missing_are_an_error_unless_a_part_is_asked_for(
 BIG_MB, LIMIT_S, LIMIT_MIB = 100, 20, 2048
 _READ_BIG = """
 import resource, sys, time
-from distmuon.profiling.trace import Trace
+from distmuon.traces.trace import Trace
 start = time.process_time()  # of the processor, as others may be using it, too
 found = Trace(sys.argv[1]).occurrences("step")
 print(len(found), time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)

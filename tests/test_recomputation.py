@@ -20,21 +20,14 @@ import pytest
 from executed import SMALL, Executed
 
 from distmuon.planning.plan import Plan
-from distmuon.profiling import (
-    ablation,
-    comparison_tables,
-    findings,
-    plots,
-    scale_report,
-    tables,
-    tour,
-    training_tables,
-    whereabouts,
-)
-from distmuon.profiling.comparison import Comparison
 from distmuon.profiling.results import Run
 from distmuon.profiling.training import Training
 from distmuon.richtext import number
+from distmuon.studies import ablation, comparison_tables, scale_report, tour, training_tables, whereabouts
+from distmuon.studies import profile_findings as findings
+from distmuon.studies import profile_plots as plots
+from distmuon.studies import profile_tables as tables
+from distmuon.traces.comparison import Comparison
 from distmuon.workloads.storage import plan_for
 
 DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"

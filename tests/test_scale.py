@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from distmuon.buffers import peak_bytes
+from distmuon.counting.launches import count_launches
 from distmuon.modelling import Assumptions
-from distmuon.profiling.counting import count_launches
 from distmuon.profiling.memory import peak_rss_bytes, torch_rss_bytes
-from distmuon.profiling.scale import Job, curve, growth, plan_each, plan_job
+from distmuon.studies.scale import Job, curve, growth, plan_each, plan_job
 from distmuon.workloads.storage import plan_for
 
 ROOT = Path(__file__).parents[1]

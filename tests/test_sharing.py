@@ -12,7 +12,7 @@ from distmuon.planning.options import PlanOptions
 from distmuon.planning.placement import ParameterSpec, Storage
 from distmuon.planning.plan import plan_step
 from distmuon.planning.sharing import settled
-from distmuon.profiling.scale import Job, plan_job
+from distmuon.studies.scale import Job, plan_job
 from distmuon.workloads import get_workload
 from distmuon.workloads.storage import muon_parameters
 

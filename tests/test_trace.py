@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pool import Pool
 from traces import FIGURES, REAL, STEP, device, event, launch, needs_real_traces, trace_exchanges, write
 
-from distmuon.profiling.intervals import length_us, overlap_us, parts_us, union
-from distmuon.profiling.trace import Trace
-from distmuon.profiling.tracefile import TraceError
-from distmuon.profiling.work import Work
+from distmuon.traces.intervals import length_us, overlap_us, parts_us, union
+from distmuon.traces.trace import Trace
+from distmuon.traces.tracefile import TraceError
+from distmuon.traces.work import Work
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])

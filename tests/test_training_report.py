@@ -14,11 +14,11 @@ from executed import Executed
 from matplotlib.colors import to_hex
 
 from distmuon import checkpoint
-from distmuon.profiling import training_plots as plots
-from distmuon.profiling import training_tables as tables
 from distmuon.profiling.orthogonality import departure
 from distmuon.profiling.training import ResumeError, Training, train
 from distmuon.profiling.training_ranks import Settings
+from distmuon.studies import training_plots as plots
+from distmuon.studies import training_tables as tables
 
 WEIGHTS = ("layers.0.attention.wq.weight", "layers.1.moe.experts.w1")
 SMALL = Settings(ranks=2, ep=2, steps=6, tokens=8, weights=WEIGHTS, every=2)

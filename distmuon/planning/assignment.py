@@ -14,7 +14,8 @@ from distmuon.planning.drafts import Draft
 from distmuon.planning.matrices import Matrix, Shape, gemm_cost
 from distmuon.planning.options import PlanOptions
 from distmuon.planning.owners import even, longest_first
-from distmuon.planning.placement import BATCH, COLS, ROWS, ParameterSpec, Runs, regions, replicas_of, within
+from distmuon.planning.placement import ParameterSpec
+from distmuon.planning.runs import BATCH, COLS, ROWS, Runs, regions, replicas_of, within
 
 
 @dataclass(frozen=True)

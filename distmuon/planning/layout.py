@@ -10,8 +10,9 @@ from distmuon.planning.assignment import Round, group_matrices
 from distmuon.planning.drafts import Draft, local_batch_bytes
 from distmuon.planning.matrices import Matrix, Shape
 from distmuon.planning.options import PlanOptions
-from distmuon.planning.placement import ParameterSpec, Region, regions, replicas_of, same_replica
+from distmuon.planning.placement import ParameterSpec
 from distmuon.planning.places import Place, flat, rectangle
+from distmuon.planning.runs import Region, regions, replicas_of, same_replica
 from distmuon.planning.schedule import Batch, Copy, Exchange, Stage, Way
 
 #: A region of a matrix, and its place in an update or a work buffer.

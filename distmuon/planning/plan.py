@@ -17,7 +17,8 @@ from distmuon.planning.buckets import make_buckets
 from distmuon.planning.drafts import Draft, draft_stages, spread_by_shape
 from distmuon.planning.layout import Layout
 from distmuon.planning.options import PlanOptions
-from distmuon.planning.placement import ROWS, ParameterSpec, ranks_of
+from distmuon.planning.placement import ParameterSpec, ranks_of
+from distmuon.planning.runs import ROWS
 from distmuon.planning.schedule import Piece, Stage
 from distmuon.planning.sharing import settled
 from distmuon.richtext import Shown

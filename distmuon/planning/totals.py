@@ -19,8 +19,9 @@ from distmuon.planning.drafts import Draft
 from distmuon.planning.matrices import Matrix
 from distmuon.planning.options import PlanOptions
 from distmuon.planning.owners import bound
-from distmuon.planning.placement import BATCH, ParameterSpec, Storage, dim_runs, ranks_of, regions, replicas_of, within
+from distmuon.planning.placement import ParameterSpec, Storage, ranks_of
 from distmuon.planning.plan import make_drafts
+from distmuon.planning.runs import BATCH, dim_runs, regions, replicas_of, within
 from distmuon.planning.sharing import settled
 from distmuon.richtext import Shown
 

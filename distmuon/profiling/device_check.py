@@ -2,7 +2,7 @@
 
 The ranks' real optimizers step on the device under torch's fake process group. What a profiler saw of a step is laid
 beside what the launch counter says of it, operator by operator; spans and the time of packing are the device's. An
-exchange brings ones (:func:`distmuon.profiling.standin.exchanges_move_nothing`), so it costs one kernel that is left
+exchange brings ones (:func:`distmuon.counting.standin.exchanges_move_nothing`), so it costs one kernel that is left
 out here (but not of a graph, whose kernels have no operator), and times hold no waiting for other ranks. Bits are
 compared where one rank holds all matrices: contestants may choose other owners, and what others own is ones here. Needs
 nothing but torch.
@@ -24,15 +24,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from distmuon.counting.contestants import Contestant
+from distmuon.counting.counter import LaunchCounter
+from distmuon.counting.rules import RULES
+from distmuon.counting.standin import exchanges_move_nothing, make_optimizer, stand_for
 from distmuon.optimizer import DistMuon
 from distmuon.planning.placement import ParameterSpec
-from distmuon.profiling.contestants import Contestant
-from distmuon.profiling.counter import LaunchCounter
-from distmuon.profiling.intervals import union
-from distmuon.profiling.rules import RULES
-from distmuon.profiling.standin import exchanges_move_nothing, make_optimizer, stand_for
-from distmuon.profiling.trace import Activity, Event, Trace
 from distmuon.ranges import parse
+from distmuon.traces.intervals import union
+from distmuon.traces.trace import Activity, Event, Trace
 from distmuon.workloads.config import Workload
 from distmuon.workloads.storage import get_buckets, muon_parameters
 

@@ -23,8 +23,8 @@ import pandas as pd
 
 from distmuon import ranges
 from distmuon.planning.plan import Plan
-from distmuon.profiling.trace import Activity, Event, Trace
-from distmuon.profiling.tracefile import TraceError
+from distmuon.traces.trace import Activity, Event, Trace
+from distmuon.traces.tracefile import TraceError
 
 OPTIMIZER_RANGE = "Optimizer.step#DistMuon.step"
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distmuon.counting.contestants import Contestant
+from distmuon.counting.standin import exchanges_move_nothing, make_optimizer, stand_for
 from distmuon.optimizer import DistMuon
-from distmuon.profiling.contestants import Contestant
-from distmuon.profiling.standin import exchanges_move_nothing, make_optimizer, stand_for
 from distmuon.workloads.config import get_workload
 from distmuon.workloads.storage import get_buckets, muon_parameters
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distmuon.counting.counter import LaunchCounter
 from distmuon.newton_schulz import Coefficients, Triple, coefficients_by_step, orthogonalize_
 from distmuon.newton_schulz.costs import arrangement, gemm_flops
-from distmuon.profiling.counter import LaunchCounter
 from distmuon.ranges import phase
 
 #: Singular values of a matrix of a spectrum, largest first, None for those that a Gaussian matrix has by itself.

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from distmuon.profiling.counting import LaunchCounts
+from distmuon.counting.launches import LaunchCounts
 from distmuon.profiling.events import merge_ranks
 from distmuon.profiling.noise import paired_change, spread
 from distmuon.provenance import provenance

@@ -24,16 +24,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from distmuon.counting.contestants import Contestant
+from distmuon.counting.launches import count_launches
 from distmuon.names import choose
 from distmuon.newton_schulz import NS_ALGORITHMS
 from distmuon.profiling.asked import Asked
-from distmuon.profiling.contestants import Contestant
-from distmuon.profiling.counting import count_launches
 from distmuon.profiling.devices import DEVICES, NS_DTYPES, local_ranks, newton_schulz_dtype, rank_device, use_gpu
 from distmuon.profiling.events import rank_events, sent_bytes, step_range
 from distmuon.profiling.launch import run_as_rank
 from distmuon.profiling.results import RankResults, write_results
-from distmuon.profiling.trace import Trace
+from distmuon.traces.trace import Trace
 from distmuon.workloads import get_workload
 from distmuon.workloads.storage import BUCKETS
 from distmuon.workloads.training import Trainer
@@ -47,7 +47,7 @@ class Settings(Asked):
         workload: name of a workload.
         ranks: number of ranks.
         ep: expert-parallel degree.
-        variants: texts of contestants (:mod:`distmuon.profiling.contestants`); the others are compared with the first.
+        variants: texts of contestants (:mod:`distmuon.counting.contestants`); the others are compared with the first.
         steps: profiled steps of a repeat.
         repeats: how often the training is done, from the seed on; each must come to the same.
         warmup: steps of a repeat that come before, and are not recorded.

@@ -11,8 +11,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from distmuon.counting.counter import LaunchCounter
 from distmuon.packing import batched_copy_
-from distmuon.profiling.counter import LaunchCounter
 from distmuon.profiling.noise import paired_change
 from distmuon.ranges import phase
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from distmuon.profiling.intervals import length_us, overlap_us, union
 from distmuon.profiling.results import COUNTED, Run
-from distmuon.profiling.tables import change_of, equality_table, is_published_setup, published_table
+from distmuon.studies.profile_tables import change_of, equality_table, is_published_setup, published_table
+from distmuon.traces.intervals import length_us, overlap_us, union
 
 
 def counts(run: Run) -> str:

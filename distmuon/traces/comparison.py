@@ -1,6 +1,6 @@
 """Measure a range in two traces, or in those of the ranks of two runs, to be laid side by side.
 
-Every occurrence is measured on every rank; :mod:`distmuon.profiling.comparison_tables` gives means over them. Figures
+Every occurrence is measured on every rank; :mod:`distmuon.studies.comparison_tables` gives means over them. Figures
 that a trace cannot tell are NaN. Definitions:
 
 - GPU span: from the first activity that the range launched to the end of the last. It is compute (kernels), copies
@@ -22,11 +22,11 @@ from typing import Any
 
 import pandas as pd
 
-from distmuon.profiling.intervals import length_us, union
-from distmuon.profiling.ranks import RankTraces
-from distmuon.profiling.trace import HOST_COPIES, Event, Trace
-from distmuon.profiling.tracefile import TraceError
 from distmuon.richtext import Shown
+from distmuon.traces.intervals import length_us, union
+from distmuon.traces.ranks import RankTraces
+from distmuon.traces.trace import HOST_COPIES, Event, Trace
+from distmuon.traces.tracefile import TraceError
 
 #: Parts of a span, in the order in which figures stack them.
 PARTS = ("compute", "copies", "exposed exchange", "idle")
@@ -143,7 +143,7 @@ def compare(
     Args:
         a: a trace, or a folder with those of a run's ranks.
         b: the same, of what is compared with it; None for another range of ``a``.
-        range_a: a range's name or pattern (:meth:`distmuon.profiling.trace.Trace.ranges`); None for
+        range_a: a range's name or pattern (:meth:`distmuon.traces.trace.Trace.ranges`); None for
             :func:`common_range`.
         range_b: the same for ``b``; None for that of ``a``.
         labels: what to call the sides.
@@ -185,7 +185,7 @@ def measure(run: RankTraces, range_name: str, label: str) -> Measured:
 
     Args:
         run: the traces.
-        range_name: as :meth:`distmuon.profiling.trace.Trace.ranges` takes it.
+        range_name: as :meth:`distmuon.traces.trace.Trace.ranges` takes it.
         label: what to call this side.
 
     Raises:

@@ -19,9 +19,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from distmuon.profiling.ranks import RankTraces
-from distmuon.profiling.trace import TRACK
-from distmuon.profiling.tracefile import TraceError, read_document
+from distmuon.traces.ranks import RankTraces
+from distmuon.traces.trace import TRACK
+from distmuon.traces.tracefile import TraceError, read_document
 
 _THREADS = 10_000  # numbers for each rank's threads: a rank's process has the first of them, as its main thread
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "Kernel", "Memcpy", "Memset"}
@@ -33,7 +33,7 @@ _KEPT = {"X", "i", "C", *_FLOWS}
 def merge_traces(run: RankTraces, path: Path) -> None:
     """Write the traces of a run's ranks as one.
 
-    The result is a trace like any other, for :class:`distmuon.profiling.trace.Trace` too.
+    The result is a trace like any other, for :class:`distmuon.traces.trace.Trace` too.
 
     Args:
         run: the traces, on a common clock.

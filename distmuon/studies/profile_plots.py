@@ -17,9 +17,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from distmuon.profiling.noise import Change
-from distmuon.profiling.style import INK, VARIANTS, axes
-from distmuon.profiling.tables import SOURCE_GROUPS
 from distmuon.ranges import PHASES
+from distmuon.studies.profile_tables import SOURCE_GROUPS
+from distmuon.studies.style import INK, VARIANTS, axes
 
 _SOURCE_COLOURS = ("#0B3C5D", "#3F88C5", "#A6CEE3", "#D9D9D9", "#7F3B08", "#B35806", "#F1A340", "#FEE0B6")
 _PHASE_COLOURS = {

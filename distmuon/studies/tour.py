@@ -11,7 +11,7 @@ from distmuon.profiling.results import COUNTED, Run
 from distmuon.profiling.run import profile
 from distmuon.profiling.session import Settings
 from distmuon.profiling.sweep import sweep_copies
-from distmuon.profiling.whereabouts import ownership_finding, travelling_share
+from distmuon.studies.whereabouts import ownership_finding, travelling_share
 
 #: How to write the columns of :func:`sweep_table` that are not plain numbers.
 FORMATS = {
@@ -68,7 +68,7 @@ class Tour:
     """What the tour found.
 
     Attributes:
-        regions: of all matrices, as of :func:`distmuon.profiling.whereabouts.regions_table`.
+        regions: of all matrices, as of :func:`distmuon.studies.whereabouts.regions_table`.
         sweep: of copies, as of :func:`sweep`.
         run: the recorded step.
     """

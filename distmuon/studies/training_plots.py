@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from distmuon.profiling.style import INK, VARIANTS, axes
 from distmuon.profiling.training_ranks import ADAMW, DISTMUON, RESUMED
+from distmuon.studies.style import INK, VARIANTS, axes
 
 _ORDER = (DISTMUON, ADAMW)
 
@@ -19,7 +19,7 @@ def loss_curves(losses: pd.DataFrame) -> Figure:
     """Loss by step and by time: thin each step, thick the mean of the last ones; the resumed run as rings on its own.
 
     Args:
-        losses: as of :func:`distmuon.profiling.training_tables.losses`.
+        losses: as of :func:`distmuon.studies.training_tables.losses`.
     """
     figure, panels = axes(columns=2, height=3.6)
     resumed = losses[losses["run"] == RESUMED]

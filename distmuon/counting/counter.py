@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distmuon.counting.rules import TOOLCHAINS, Activity, activity_of
 from distmuon.names import choose
-from distmuon.profiling.rules import TOOLCHAINS, Activity, activity_of
 from distmuon.ranges import parse
 
 #: Where launches come from, in the order of a step.

@@ -18,12 +18,12 @@ from typing import Any
 
 from distmuon.buffers import peak_bytes
 from distmuon.checks import check_whole
+from distmuon.counting.dryrun import dry_run, stage_launches
 from distmuon.modelling import Assumptions, Replay, replay
 from distmuon.modelling.loads import StageLoad, loads_of
 from distmuon.planning.options import Patterns, PlanOptions
 from distmuon.planning.plan import Plan, plan_step
 from distmuon.planning.totals import StepTotals, step_totals
-from distmuon.profiling.dryrun import dry_run, stage_launches
 from distmuon.profiling.memory import peak_rss_bytes, torch_rss_bytes
 from distmuon.variants import Variant, get_variant
 from distmuon.workloads.config import Workload, get_workload

@@ -8,9 +8,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from distmuon.profiling.comparison import PARTS, SPANS
-from distmuon.profiling.comparison_tables import short_name
-from distmuon.profiling.style import INK, VARIANTS, axes
+from distmuon.studies.comparison_tables import short_name
+from distmuon.studies.style import INK, VARIANTS, axes
+from distmuon.traces.comparison import PARTS, SPANS
 
 _PART_COLOURS = dict(zip(PARTS, ("#0072B2", "#E69F00", "#009E73", "#E5E5E5"), strict=True))
 _VERDICT_COLOURS = {"came": "#D55E00", "went": "#0072B2", "grew": "#F0B98D", "shrank": "#9CC7E0"}
@@ -22,7 +22,7 @@ def parts(spans: pd.DataFrame) -> Figure:
     """Where the time of each span goes: a bar a side, for the device where both sides have one, and for the host.
 
     Args:
-        spans: as of :func:`distmuon.profiling.comparison_tables.spans_table`.
+        spans: as of :func:`distmuon.studies.comparison_tables.spans_table`.
     """
     table = spans.set_index("figure")
     labels = list(spans.columns[1:3])
@@ -56,7 +56,7 @@ def counts(table: pd.DataFrame) -> Figure:
     """What each side did, in numbers: a pair of bars a figure, on a scale that shows few beside many.
 
     Args:
-        table: as of :func:`distmuon.profiling.comparison_tables.counts_table`; figures that neither side tells are
+        table: as of :func:`distmuon.studies.comparison_tables.counts_table`; figures that neither side tells are
             left out.
     """
     labels = list(table.columns[1:3])
@@ -81,7 +81,7 @@ def work(table: pd.DataFrame, rows: int = 15) -> Figure:
     """The operators whose time changed most, longest change first.
 
     Args:
-        table: as of :func:`distmuon.profiling.comparison_tables.work_table`.
+        table: as of :func:`distmuon.studies.comparison_tables.work_table`.
         rows: how many to show.
     """
     known = table[table["change (ms)"].notna()].head(rows)
@@ -107,7 +107,7 @@ def skew(ranks: pd.DataFrame) -> Figure:
     """When each rank starts, after the first, and how long it waits for others in its exchanges.
 
     Args:
-        ranks: as of :func:`distmuon.profiling.comparison_tables.ranks_table`, at least one side with several ranks.
+        ranks: as of :func:`distmuon.studies.comparison_tables.ranks_table`, at least one side with several ranks.
     """
     labels = list(dict.fromkeys(ranks["side"]))
     figure, panels = axes(columns=2, height=3.0)

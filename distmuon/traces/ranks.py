@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from distmuon.profiling.trace import Trace
-from distmuon.profiling.tracefile import TraceError
+from distmuon.traces.trace import Trace
+from distmuon.traces.tracefile import TraceError
 
 _JSON = re.compile(r"\.json(\.gz)?$")
 _OF_A_RANK = re.compile(r"rank[-_]?\d+")

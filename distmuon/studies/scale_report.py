@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from distmuon.modelling import Assumptions
-from distmuon.profiling.modelcheck import Check, read_check
-from distmuon.profiling.scale import Job, Planned, curve, growth, plan_each, plan_rows
 from distmuon.richtext import about
+from distmuon.studies.modelcheck import Check, read_check
+from distmuon.studies.scale import Job, Planned, curve, growth, plan_each, plan_rows
 
 #: A smaller bucket is advised where its modelled step is no longer than the shortest by more than this.
 TOLERANCE = 0.02

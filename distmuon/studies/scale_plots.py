@@ -10,8 +10,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from distmuon.modelling import Replay
-from distmuon.profiling.style import INK, VARIANTS, axes
 from distmuon.richtext import about
+from distmuon.studies.style import INK, VARIANTS, axes
 
 _BUSY, _EXPOSED, _IDLE = "#0072B2", "#E69F00", "#D9D9D9"
 #: Of a timeline: what a rank computes and waits for, and its lane.
@@ -30,7 +30,7 @@ def planning(table: pd.DataFrame) -> Figure:
     """Planning time and memory against ranks, and a line of slope 1 through the last point.
 
     Args:
-        table: as of :func:`distmuon.profiling.scale_report.planning_table`.
+        table: as of :func:`distmuon.studies.scale_report.planning_table`.
     """
     figure, (times, memory) = axes(columns=2, height=3.2)
     ranks, seconds = table["ranks"], table["planning (s)"]
@@ -54,7 +54,7 @@ def balance(ranks: pd.DataFrame) -> Figure:
     """Bytes and FLOPs of every rank, most first, and their means.
 
     Args:
-        ranks: as of :func:`distmuon.profiling.scale_report.balance`.
+        ranks: as of :func:`distmuon.studies.scale_report.balance`.
     """
     figure, panels = axes(columns=2, height=3.0)
     names = [("sent_mib", "sent in a step (MiB)"), ("gemm_tflop", "GEMM TFLOP in a step")]
@@ -71,7 +71,7 @@ def sharing(rows: pd.DataFrame) -> Figure:
     """Modelled step against ranks, with the work of replicas shared and repeated; and what a rank then sends.
 
     Args:
-        rows: as of :func:`distmuon.profiling.scale_report.sharing`.
+        rows: as of :func:`distmuon.studies.scale_report.sharing`.
     """
     figure, (steps, sent) = axes(columns=2, height=3.3)
     for position, (way, mine) in enumerate(rows.groupby("replicas", sort=False)):
@@ -90,7 +90,7 @@ def bucket_sizes(rows: pd.DataFrame) -> Figure:
     """What a modelled step is spent on, for each size of bucket: means over ranks.
 
     Args:
-        rows: as of :func:`distmuon.profiling.scale_report.bucket_sizes`.
+        rows: as of :func:`distmuon.studies.scale_report.bucket_sizes`.
     """
     figure, (axis,) = axes(height=1.3 + 0.4 * len(rows))
     left = np.zeros(len(rows))
@@ -138,7 +138,7 @@ def check(table: pd.DataFrame) -> Figure:
     """Measured and modelled times of the parts of a step, a panel a variant.
 
     Args:
-        table: as of :meth:`distmuon.profiling.modelcheck.Check.table`.
+        table: as of :meth:`distmuon.studies.modelcheck.Check.table`.
     """
     variants = list(dict.fromkeys(table["variant"]))
     figure, panels = axes(columns=len(variants), height=3.4)

@@ -282,5 +282,5 @@ def activity_of(
     if operator in SILENT or operator.is_view:
         return ()
     raise NotImplementedError(
-        f"no rule says what {operator} launches on a GPU: add one to distmuon.profiling.rules.RULES, with its source"
+        f"no rule says what {operator} launches on a GPU: add one to distmuon.counting.rules.RULES, with its source"
     )

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distmuon.counting.counter import SOURCES, Counts, LaunchCounter
+from distmuon.counting.standin import make_optimizer, stand_for
 from distmuon.planning.options import Patterns
 from distmuon.planning.placement import ParameterSpec
-from distmuon.profiling.counter import SOURCES, Counts, LaunchCounter
-from distmuon.profiling.standin import make_optimizer, stand_for
 from distmuon.richtext import Shown
 from distmuon.variants import Variant, get_variant
 from distmuon.workloads.config import Workload, get_workload

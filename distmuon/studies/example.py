@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distmuon.profiling.comparison import Comparison, compare
 from distmuon.profiling.run import profile
 from distmuon.profiling.session import Settings
+from distmuon.traces.comparison import Comparison, compare
 
 VARIANTS = ("baseline", "fused")
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from distmuon.buffers import Buffers
+from distmuon.counting.counter import LaunchCounter
 from distmuon.exchange import Exchanger
 from distmuon.modelling.loads import StageLaunches
 from distmuon.newton_schulz import COEFFICIENTS, orthogonalize_
 from distmuon.planning.plan import Plan
 from distmuon.planning.schedule import Stage
-from distmuon.profiling.counter import LaunchCounter
 from distmuon.settings import Settings
 from distmuon.step import LocalParameter, StepRunner
 from distmuon.workloads.config import LEARNING_RATE, MUON_RECIPE

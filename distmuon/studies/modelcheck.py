@@ -1,6 +1,6 @@
 """The model against a measured step: what this machine does in a second, and what a step takes, in one run.
 
-``python -m distmuon.profiling.modelcheck`` is one rank, started by :func:`check`. In every turn all ranks measure their
+``python -m distmuon.studies.modelcheck`` is one rank, started by :func:`check`. In every turn all ranks measure their
 rates at once, then step each variant, recorded as a profile records it. Ranks share the cores, so a rate measured so is
 a rank's share of them; the model keeps it, while a real rank goes faster whenever another waits.
 """
@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from distmuon.counting.contestants import Contestant
+from distmuon.counting.dryrun import dry_run, stage_launches
 from distmuon.folders import claim, fresh
 from distmuon.modelling import Assumptions, Replay, replay
 from distmuon.modelling.loads import StageLoad, loads_of
@@ -37,13 +39,11 @@ from distmuon.planning.options import PlanOptions
 from distmuon.planning.placement import ParameterSpec
 from distmuon.planning.plan import plan_step
 from distmuon.planning.totals import step_totals
-from distmuon.profiling.contestants import Contestant
-from distmuon.profiling.dryrun import dry_run, stage_launches
 from distmuon.profiling.events import merge_ranks, rank_events, sent_bytes, step_range
 from distmuon.profiling.launch import launch, run_as_rank
 from distmuon.profiling.session import Recorder, Settings
-from distmuon.profiling.trace import Trace
 from distmuon.richtext import Shown
+from distmuon.traces.trace import Trace
 from distmuon.workloads import get_workload
 from distmuon.workloads.storage import get_buckets, muon_parameters
 from distmuon.workloads.training import Trainer

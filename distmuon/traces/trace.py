@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from distmuon.names import choose
-from distmuon.profiling.intervals import parts_us, union
-from distmuon.profiling.tracefile import TraceError, base_ns_of, rank_of, read_document
-from distmuon.profiling.work import Work, own_times, tally
+from distmuon.traces.intervals import parts_us, union
+from distmuon.traces.tracefile import TraceError, base_ns_of, rank_of, read_document
+from distmuon.traces.work import Work, own_times, tally
 
 # Categories, and what they were called before PyTorch 1.12; "Operator" then was a range as well.
 _HOST = {"user_annotation": "range", "cpu_op": "operator", "Operator": "operator"}

@@ -12,14 +12,14 @@ from typing import Any
 import pandas as pd
 
 from distmuon.buffers import peak_bytes
-from distmuon.profiling.contestants import Contestant, labels
-from distmuon.profiling.counter import Counts
-from distmuon.profiling.counting import LaunchCounts, count_launches
+from distmuon.counting.contestants import Contestant, labels
+from distmuon.counting.counter import Counts
+from distmuon.counting.launches import LaunchCounts, count_launches
+from distmuon.counting.rules import Activity
 from distmuon.profiling.host import HostSide
 from distmuon.profiling.noise import Change, paired_change
 from distmuon.profiling.results import Run
-from distmuon.profiling.rules import Activity
-from distmuon.profiling.tables import SOURCE_GROUPS, change_of
+from distmuon.studies.profile_tables import SOURCE_GROUPS, change_of
 from distmuon.workloads.storage import plan_for
 
 NBSP = "\N{NO-BREAK SPACE}"

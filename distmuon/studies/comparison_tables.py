@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import pandas as pd
 
 from distmuon.names import shorten
-from distmuon.profiling.comparison import COPIES, PARTS, SPANS, Comparison, Measured
-from distmuon.profiling.ranks import RankTraces
+from distmuon.traces.comparison import COPIES, PARTS, SPANS, Comparison, Measured
+from distmuon.traces.ranks import RankTraces
 
 #: What may become of an operator.
 VERDICTS = ("came", "went", "grew", "shrank", "longer", "shorter", "same")

@@ -1,4 +1,7 @@
-"""Agreement: what only the ranks together can see is compared once, at construction, before any exchange."""
+"""Agreement: what only the ranks together can see is compared before any exchange, and an error of one is one of all.
+
+Through objects on the host, in a group of all ranks that takes them; never in a step, unless a setting asks for it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,23 +22,27 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 #: For each mesh, by its global ranks, what this rank is about to do with it: (what, value) items in order.
 Claims = Mapping[tuple[int, ...], Sequence[tuple[str, str]]]
 
+#: Made beside a default group that does not serve the CPU, as long as that lives.
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
-def host_group() -> dist.ProcessGroup:
-    """A group of all ranks that takes host objects: the default group if it serves the CPU, else a gloo group of its
-    own with the time-out of that one.
+
+def host_group() -> dist.ProcessGroup | None:
+    """A group of all ranks that takes host objects: the default group if it serves the CPU, else a gloo group made
+    once beside it, with its time-out; None without a default group.
 
     Raises:
         RuntimeError: a rank has not come here within the time-out.
     """
     world = dist.group.WORLD
-    assert world is not None
-    if "cpu:" in dist.get_backend_config(world):
+    if world is None or "cpu:" in dist.get_backend_config(world):
         return world
-    limit = time_out(world)
-    try:
-        return dist.new_group(backend="gloo", timeout=limit)
-    except RuntimeError as error:
-        raise _absence(limit, str(error)) from None
+    if world not in _MADE:
+        limit = time_out(world)
+        try:
+            _MADE[world] = dist.new_group(backend="gloo", timeout=limit)
+        except RuntimeError as error:
+            raise _absence(limit, str(error)) from None
+    return _MADE[world]
 
 
 def time_out(group: dist.ProcessGroup) -> timedelta:
@@ -54,8 +62,9 @@ def refuse(error: Exception) -> NoReturn:
     Raises:
         Exception: ``error``, and on the other ranks a ``ValueError`` that names it.
     """
-    if dist.is_initialized():
-        agree({}, error, host_group())
+    group = host_group()
+    if group:
+        agree({}, error, group)
     raise error
 
 
@@ -82,11 +91,7 @@ def agree(claims: Claims, error: Exception | None, group: dist.ProcessGroup, *, 
         raise error or absent from None
     digests = {mesh: hashlib.sha256(repr(tuple(items)).encode()).hexdigest() for mesh, items in claims.items()}
     gathered = gather("compares parameters and settings", (digests, told(error), parameters), group)
-    if error:
-        raise error
-    for rank, (_, message, _) in enumerate(gathered):
-        if message:
-            raise ValueError(f"rank {rank} could not set up DistMuon, so no rank can: {message}")
+    raise_first(error, [message for _, message, _ in gathered], "could not set up DistMuon, so no rank can")
     if not any(has_some for *_, has_some in gathered):
         raise ValueError("there are no parameters on any rank: give at least one")
     meshes = sorted({mesh for theirs, *_ in gathered for mesh in theirs})
@@ -136,6 +141,25 @@ def collective_failure(what: str, group: dist.ProcessGroup, error: RuntimeError)
 def told(error: Exception | None) -> str | None:
     """An error as the other ranks are told of it."""
     return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def raise_first(error: Exception | None, messages: Sequence[str | None], what: str) -> None:
+    """Raise where any rank has found an error; on all of them, as all have these messages.
+
+    Args:
+        error: of this rank.
+        messages: what each rank has :func:`told`, by rank.
+        what: the rank with an error does or does not do, and what follows for the others.
+
+    Raises:
+        Exception: ``error`` itself, on a rank that has one.
+        ValueError: another one has; names the first of them.
+    """
+    if error:
+        raise error
+    for rank, message in enumerate(messages):
+        if message:
+            raise ValueError(f"rank {rank} {what}: {message}")
 
 
 def gather(what: str, value: object, group: dist.ProcessGroup | None) -> list:

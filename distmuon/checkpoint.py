@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from distmuon.agreement import gather, told
+from distmuon.agreement import gather, host_group, raise_first, told
 from distmuon.state import other_parameters, refuse_other_matrices
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter name, whatever the groups
@@ -122,7 +122,7 @@ def _refuse_others(folder: Path | str, state_dict: dict[str, Any], metadata: dcp
         for key, value in state_dict[part].items()
         if isinstance(value, Tensor)
     }
-    everyone = gather("says who has which parameters", mine, dist.group.WORLD)
+    everyone = gather("says who has which parameters", mine, host_group())
     wanted = {key: shape for of_rank in everyone for key, shape in of_rank.items() if is_state(key)}
     stored = metadata.state_dict_metadata
     saved = {
@@ -166,12 +166,8 @@ def _agreed() -> Iterator[None]:
         yield
     except Exception as found:
         error = found
-    everyone = gather("agrees on a checkpoint", told(error), dist.group.WORLD)
-    if error:
-        raise error
-    for rank, message in enumerate(everyone):
-        if message:
-            raise ValueError(f"rank {rank} can't handle the checkpoint, so no rank does: {message}")
+    messages = gather("agrees on a checkpoint", told(error), host_group())
+    raise_first(error, messages, "can't handle the checkpoint, so no rank does")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distmuon.agreement import collective_failure, gather, told
+from distmuon.agreement import collective_failure, gather, raise_first, told
 from distmuon.checks import check_choice
 from distmuon.names import choose
 from distmuon.planning.placement import ParameterSpec
@@ -167,11 +167,7 @@ class GradientAgreement:
 
     def _raise(self, missing: list[_Key], bad: list[str], error: Exception | None) -> None:
         everything = gather("finds which gradients are at fault", (missing, bad, told(error)), self._group)
-        if error:
-            raise error
-        for rank, (_, _, message) in enumerate(everything):
-            if message:
-                raise ValueError(f"rank {rank} can't take the step, so no rank does: {message}")
+        raise_first(error, [message for *_, message in everything], "can't take the step, so no rank does")
         for ranks, name in self._keys:
             without = [rank for rank in ranks if (ranks, name) in everything[rank][0]]
             if 0 < len(without) < len(ranks):

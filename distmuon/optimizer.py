@@ -129,7 +129,7 @@ class DistMuon(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._watched: torch.optim.Optimizer | None = None
         self.skipped_steps = 0
-        self._host = host_group() if dist.is_initialized() else None
+        self._host = host_group()
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -254,7 +254,7 @@ class DistMuon(torch.optim.Optimizer):
         super().__setstate__(state)
         if "_plan" not in self.__dict__:
             self._process_group = None
-            self._host = host_group() if dist.is_initialized() else None
+            self._host = host_group()
             self._set_up()
 
     def _append(self, param_group: dict[str, Any]) -> None:

@@ -130,3 +130,17 @@ def test_what_is_no_optimizer_or_no_checkpoint_is_refused_on_all(pool, tmp_path)
     (wrong, none), (told, none_either) = pool.run(2, wrong_on_one, tmp_path / "checkpoint")
     assert wrong == "optimizers has a FSDPSequential: give an optimizer, or a list of them" and wrong in told
     assert "there is no checkpoint" in none and none == none_either
+
+
+def wrong_with_plain_tensors(rank: int, ranks: int, folder: Path) -> str:
+    model = nn.Linear(2, 2)
+    optimizer = DistMuon([model.weight])
+    with pytest.raises((TypeError, ValueError)) as caught:
+        checkpoint.save(folder, model, optimizer if rank else [model])
+    return str(caught.value)
+
+
+def test_ranks_agree_also_where_the_default_group_serves_gpus_alone(pool, tmp_path):
+    """As NCCL does: what ranks tell one another is on the host, which such a group does not take."""
+    wrong, told = pool.run(2, wrong_with_plain_tensors, tmp_path / "checkpoint", backend="cuda:gloo")
+    assert told == f"rank 0 can't handle the checkpoint, so no rank does: TypeError: {wrong}"

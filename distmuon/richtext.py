@@ -6,6 +6,8 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import SupportsFloat
 
+NBSP = "\N{NO-BREAK SPACE}"
+
 
 def number(value: SupportsFloat) -> str:
     """A number for reading: 1,474 · 1,421.5 · 0.0312 — at most two decimals, three digits below one."""

@@ -17,6 +17,7 @@ from typing import Any
 from distmuon.commandline import checked
 from distmuon.names import choose
 from distmuon.newton_schulz import NS_ALGORITHMS
+from distmuon.richtext import NBSP
 from distmuon.variants import SWITCHES, VARIANTS, Variant
 from distmuon.workloads.storage import BUCKETS
 
@@ -144,4 +145,4 @@ def ladder(start: str, settings: Sequence[str]) -> tuple[str, ...]:
 def labels(texts: Sequence[str]) -> list[str]:
     """What each of a ladder's contestants adds to the one before: ``["baseline", "+ packing=bucket", ...]``."""
     steps = pairwise(map(Contestant, texts))
-    return [*texts[:1], *(f"+\N{NO-BREAK SPACE}{new.changes_from(old)}" for old, new in steps)]
+    return [*texts[:1], *(f"+{NBSP}{new.changes_from(old)}" for old, new in steps)]

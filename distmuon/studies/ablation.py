@@ -19,10 +19,9 @@ from distmuon.counting.rules import Activity
 from distmuon.profiling.host import HostSide
 from distmuon.profiling.noise import Change, paired_change
 from distmuon.profiling.results import Run
+from distmuon.richtext import NBSP
 from distmuon.studies.profile_tables import SOURCE_GROUPS, change_of
 from distmuon.workloads.storage import plan_for
-
-NBSP = "\N{NO-BREAK SPACE}"
 
 #: Groups of sources under short names, for tables that have little room.
 BRIEFLY = {

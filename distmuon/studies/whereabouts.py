@@ -14,7 +14,7 @@ from distmuon.planning.assignment import group_matrices
 from distmuon.planning.matrices import Matrix
 from distmuon.planning.plan import Plan, plan_step
 from distmuon.planning.runs import regions
-from distmuon.studies.ablation import NBSP
+from distmuon.richtext import NBSP
 from distmuon.studies.style import WIDTH
 
 # Rank by rank, from dark to light and back, so that neighbours differ in grey as well; with the ink to write on them.

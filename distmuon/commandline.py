@@ -1,12 +1,14 @@
-"""The command line of every script: unknown options and values are refused with the nearest valid one,
-and tables are plain text.
+"""The command line of every script: unknown options and values are refused with the nearest valid one, a mistake in
+what is asked for is one line, and tables are plain text.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from distmuon.names import choose, shorten
 
@@ -52,6 +54,24 @@ def one_of(kind: str, options: Iterable[str]) -> Callable[[str], str]:
     """An argparse ``type`` that takes one of ``options`` and names the nearest for any other text."""
     valid = list(options)
     return checked(lambda text: choose(kind, text, valid))
+
+
+def refuse(error: Exception) -> int:
+    """Say on standard error what is wrong with what was asked for; the exit code of that, 2."""
+    known = isinstance(error, OSError) and error.filename is not None
+    print(f"error: {f'{error.filename}: {error.strerror}' if known else error}", file=sys.stderr)
+    return 2
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Run a script and exit with its code; quietly where the reader of its output has gone, as ``head`` does."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
+        code = 1
+    raise SystemExit(code)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

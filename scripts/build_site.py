@@ -9,10 +9,9 @@ Exit code: 0 written, 2 there is nothing to write it from, or the folder is take
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from distmuon.commandline import Parser
+from distmuon.commandline import Parser, refuse, run
 from distmuon.folders import RUNS
 from distmuon.reporting.site import write_site
 
@@ -28,11 +27,10 @@ def main() -> int:
     try:
         index = write_site(arguments.out, sorted(NOTEBOOKS.glob("*.ipynb")), arguments.runs)
     except (ValueError, FileExistsError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     print(f"site: {index}")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

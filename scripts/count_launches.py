@@ -13,7 +13,7 @@ import json
 import sys
 from dataclasses import replace
 
-from distmuon.commandline import Parser, checked, one_of
+from distmuon.commandline import Parser, checked, one_of, run
 from distmuon.counting.contestants import Contestant, add_set_option
 from distmuon.counting.launches import LaunchCounts, count_launches
 from distmuon.counting.rules import TOOLCHAINS
@@ -66,4 +66,4 @@ def table(counts: LaunchCounts) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from distmuon.commandline import Parser, checked, one_of
+from distmuon.commandline import Parser, checked, one_of, run
 from distmuon.modelling import Assumptions
 from distmuon.profiling.memory import torch_rss_bytes
 from distmuon.studies.scale import Job, curve, growth, plan_each, plan_job
@@ -126,4 +126,4 @@ def growth_line(rows: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

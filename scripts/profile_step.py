@@ -18,7 +18,7 @@ import signal
 import sys
 from pathlib import Path
 
-from distmuon.commandline import Parser, checked, one_of
+from distmuon.commandline import Parser, checked, one_of, refuse, run
 from distmuon.counting.contestants import Contestant, add_set_option
 from distmuon.newton_schulz import NS_ALGORITHMS
 from distmuon.profiling.devices import DEVICES, NS_DTYPES
@@ -40,23 +40,22 @@ def main() -> int:
         contestants = arguments.variants or map(Contestant, Settings().variants)
         turned = [contestant.turned(*arguments.settings).text for contestant in contestants]
         settings = Settings(variants=tuple(turned), **chosen)
-        run = profile(settings, arguments.out, silence_s=arguments.time_limit)
+        result = profile(settings, arguments.out, silence_s=arguments.time_limit)
     except (ValueError, FileExistsError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     except RankFailure as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted: all ranks have been ended", file=sys.stderr)
         return 130
-    if run:
+    if result:
         print(
-            json.dumps(run.summary, indent=2)
+            json.dumps(result.summary, indent=2)
             if arguments.format == "json"
-            else profile_table(run).to_string(index=False, na_rep="n/a")
+            else profile_table(result).to_string(index=False, na_rep="n/a")
         )
-        print(f"results: {run.folder}", file=sys.stderr)
+        print(f"results: {result.folder}", file=sys.stderr)
     return 0
 
 
@@ -97,4 +96,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distmuon.commandline import Parser, one_of, table
+from distmuon.commandline import Parser, one_of, refuse, run, table
 from distmuon.traces.merge import merge_traces
 from distmuon.traces.ranks import RankTraces, missing_ranks, shown_ranks
 from distmuon.traces.trace import Trace
@@ -37,9 +37,10 @@ def main() -> int:
             show_side_by_side(arguments)
         else:
             read(arguments)
+    except BrokenPipeError:  # of the output, no mistake in a trace
+        raise
     except (TraceError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0
 
 
@@ -138,4 +139,4 @@ def note_what_is_missing(traces: Sequence[Trace], range_name: str | None) -> Non
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

@@ -17,7 +17,7 @@ import signal
 import sys
 from pathlib import Path
 
-from distmuon.commandline import Parser
+from distmuon.commandline import Parser, refuse, run
 from distmuon.folders import RUNS
 from distmuon.reporting.batch import Result, read_grid, run_batch
 from distmuon.reporting.records import COMPLETE
@@ -29,8 +29,7 @@ def main() -> int:
     try:
         requests = read_grid(arguments.grid)
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a stopped batch ends its kernel, too
     index = arguments.runs / "index.html"
     told = 0
@@ -78,4 +77,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

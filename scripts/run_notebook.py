@@ -14,7 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
-from distmuon.commandline import Parser
+from distmuon.commandline import Parser, refuse, run
 from distmuon.reporting.execution import execute
 from distmuon.reporting.parameters import load_parameters
 from distmuon.reporting.rendering import render
@@ -34,7 +34,7 @@ def main() -> int:
     folder = arguments.out or request.fresh_folder()
     command = shlex.join(["python", *sys.argv])
     try:
-        run = execute(request, folder, command=command, cell_timeout=arguments.cell_timeout)
+        done = execute(request, folder, command=command, cell_timeout=arguments.cell_timeout)
     except FileExistsError as error:
         return refuse(error)
     except KeyboardInterrupt:
@@ -42,18 +42,18 @@ def main() -> int:
         print(f"\ninterrupted; what there is: {page}", file=sys.stderr)
         return 130
     try:
-        page = render(run.notebook)
+        page = render(done.notebook)
         if arguments.html:
-            page = render(run.notebook, arguments.html, dict(arguments.links))
+            page = render(done.notebook, arguments.html, dict(arguments.links))
     except ValueError as error:  # the notebook ran, but shows what a page must not hold
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if run.mark and not run.failure:
-        print(run.mark["headline"] or "", run.mark["conclusion"], sep="\n\n")
-    if run.failure:
-        print(f"FAILED in {run.failure.where}\n{run.failure.error}", file=sys.stderr)
+    if done.mark and not done.failure:
+        print(done.mark["headline"] or "", done.mark["conclusion"], sep="\n\n")
+    if done.failure:
+        print(f"FAILED in {done.failure.where}\n{done.failure.error}", file=sys.stderr)
     print(f"\nreport: {page}\nrun:    {folder}")
-    return 1 if run.failure else 0
+    return 1 if done.failure else 0
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -85,11 +85,5 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def refuse(error: Exception) -> int:
-    """Say what is wrong with the request."""
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

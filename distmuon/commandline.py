@@ -58,8 +58,11 @@ def one_of(kind: str, options: Iterable[str]) -> Callable[[str], str]:
 
 def refuse(error: Exception) -> int:
     """Say on standard error what is wrong with what was asked for; the exit code of that, 2."""
-    known = isinstance(error, OSError) and error.filename is not None
-    print(f"error: {f'{error.filename}: {error.strerror}' if known else error}", file=sys.stderr)
+    if isinstance(error, OSError) and error.filename is not None:
+        said = f"{error.filename}: {error.strerror}"
+    else:
+        said = str(error)
+    print(f"error: {said}", file=sys.stderr)
     return 2
 
 

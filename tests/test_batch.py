@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from called import call
 from pages import Page, needs_browser, page_after, write_notebook
 
 from distmuon.reporting.batch import read_grid
@@ -64,9 +65,8 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Batch:
     return folder / "runs", end(start(grid)), end(start(grid))
 
 
-def test_a_failed_run_does_not_stop_the_batch_but_fails_it(
-    batch: Batch,
-) -> None:
+@pytest.mark.slow
+def test_a_failed_run_does_not_stop_the_batch_but_fails_it(batch: Batch) -> None:
     _, (code, said), _ = batch
     assert code == 1
     told = [line.split()[1] for line in said.splitlines() if line.startswith("[")]
@@ -75,6 +75,7 @@ def test_a_failed_run_does_not_stop_the_batch_but_fails_it(
     assert "RuntimeError: three is odd" in said
 
 
+@pytest.mark.slow
 def test_a_batch_started_again_repeats_only_what_failed(batch: Batch) -> None:
     runs, _, (code, said) = batch
     assert code == 1
@@ -82,6 +83,7 @@ def test_a_batch_started_again_repeats_only_what_failed(batch: Batch) -> None:
     assert sorted(record.parameters["number"] for record in read_records(runs)) == [2, 3, 3, 7]
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_has_all_of_it(batch: Batch) -> None:
     runs, _, _ = batch
     record = next(each for each in read_records(runs) if each.parameters["number"] == 7)
@@ -93,6 +95,7 @@ def test_the_folder_of_a_run_has_all_of_it(batch: Batch) -> None:
     assert record.figures == {"square": 0.1 * 49, "tags": 7}
 
 
+@pytest.mark.slow
 def test_the_report_of_a_failed_run_says_so(batch: Batch) -> None:
     runs, _, _ = batch
     record = next(each for each in read_records(runs) if each.status == "failed")
@@ -100,6 +103,7 @@ def test_the_report_of_a_failed_run_says_so(batch: Batch) -> None:
     assert text.index("FAILED") < text.index("RuntimeError: three is odd") < 300
 
 
+@pytest.mark.slow
 def test_batches_at_once_share_the_runs(tmp_path: Path) -> None:
     grid = write_grid(tmp_path, "notebook: squares.ipynb\ngrid: {number: [2, 4]}\n")
     batches = [start(grid), start(grid)]
@@ -133,7 +137,7 @@ def test_a_mistake_in_a_grid_is_refused_by_name(tmp_path: Path, text: str) -> No
 
 def test_a_mistake_starts_nothing(tmp_path: Path) -> None:
     grid = write_grid(tmp_path, BLOCK + "grid: {number: [1, 2, -1]}")
-    assert end(start(grid))[0] == 2
+    assert call("run_batch", grid, "--runs", tmp_path / "runs").code == 2
     assert not (tmp_path / "runs").exists()
 
 
@@ -209,6 +213,7 @@ def test_index_compares_any_two_runs(index: Path, tmp_path: Path) -> None:
 # The site
 
 
+@pytest.mark.slow
 def test_site_has_the_latest_report_of_each_notebook_and_its_data(batch: Batch, tmp_path: Path) -> None:
     runs, _, _ = batch
     index = write_site(tmp_path / "site", [Path("squares.ipynb"), Path("never_run.ipynb")], runs)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from called import call
 
 from distmuon import plan_for
 from distmuon.counting.counter import LaunchCounter
@@ -66,6 +67,7 @@ def test_copy_free_makes_no_copies_at_all(buckets, launches, collectives):
     assert standard.mean("async_copies") == {r["source"]: r["async_copies"] for r in standard.by_source()}["gemm_bias"]
 
 
+@pytest.mark.slow
 def test_identities_leave_batches_as_large_as_the_standard_ones():
     """Where matrices are large, identities are made for fewer steps at once, not for fewer matrices."""
     standard, free = (
@@ -233,14 +235,10 @@ def test_cuda_13_limits_change_launches_but_no_copies():
     assert rocm.mean("launches") > cuda.mean("launches")
 
 
-def script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "count_launches.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-
-
 def test_the_script_prints_json():
-    done = script("--workload", "kimi-debug", "--ranks", "4", "--ep", "2", "--variant", "batched", "--format", "json")
-    report = json.loads(done.stdout)
+    words = ["--workload", "kimi-debug", "--ranks", "4", "--ep", "2", "--variant", "batched", "--format", "json"]
+    command = [sys.executable, str(ROOT / "scripts" / "count_launches.py"), *words]
+    report = json.loads(subprocess.check_output(command, timeout=120))
     question = ["workload", "ranks", "ep", "variant", "ns_algorithm", "buckets"]
     assert list(report) == [*question, "mean", "per_rank", "by_source", "batched_copies"]
     assert report["batched_copies"] == {"calls": 70, "by_pairs": {"4": 70}}
@@ -248,8 +246,11 @@ def test_the_script_prints_json():
 
 
 def test_the_script_turns_switches_of_a_variant():
-    done = script("--workload", "tiny", "--variant", "baseline", "--set", "packing=parameter", "--format", "json")
-    report, batched = json.loads(done.stdout), count_launches("tiny", variant="batched").to_dict()
+    words = ("--workload", "tiny", "--variant", "baseline", "--set", "packing=parameter", "--format", "json")
+    report, batched = (
+        json.loads(call("count_launches", *words).output),
+        count_launches("tiny", variant="batched").to_dict(),
+    )
     assert report == batched
 
 
@@ -265,6 +266,6 @@ def test_the_script_turns_switches_of_a_variant():
     ],
 )
 def test_the_script_refuses_what_it_does_not_know(arguments, message):
-    done = script(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+    ended = call("count_launches", *arguments)
+    assert ended.code == 2
+    assert message in ended.errors

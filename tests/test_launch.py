@@ -74,7 +74,7 @@ launch("launched", ["hang", "1"], ranks=3, folder=pathlib.Path(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_ranks_go_when_their_launcher_goes(tmp_path: Path, how: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", _LAUNCHER, str(tmp_path)], stderr=subprocess.DEVNULL) as launcher:
         deadline = time.monotonic() + 60

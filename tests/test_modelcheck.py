@@ -19,6 +19,7 @@ from distmuon.studies.scale import Job, plan_job
 SETTINGS = Settings("tiny", 2, 2, ("baseline", "fused"), steps=3, repeats=1, tokens=16)
 
 
+@pytest.mark.slow
 def test_the_model_is_checked_on_real_ranks(tmp_path: Path) -> None:
     found = check(SETTINGS, tmp_path / "check")
     assumed = found.assumptions.to_dict()

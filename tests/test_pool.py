@@ -127,7 +127,7 @@ def parent_id(rank: int, ranks: int) -> int:
     return os.getppid()
 
 
-@pytest.mark.parametrize("end", ["return", "hang"])
+@pytest.mark.parametrize("end", ["return", pytest.param("hang", marks=pytest.mark.slow)])
 def test_no_process_outlives_the_one_that_made_the_pool(tmp_path: Path, end: str) -> None:
     script = tmp_path / "life.py"
     script.write_text(_LIFE)

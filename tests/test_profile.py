@@ -3,7 +3,6 @@ faults."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -11,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+from called import call
 from matplotlib.colors import to_hex
 from traces import event, texts
 
@@ -147,12 +147,16 @@ def test_an_inequality_is_told(run: Run) -> None:
     assert "do NOT agree" in findings.training(other)
 
 
+#: Counted once: what is compared with the published figures.
+count_kimi = cache(lambda variant: count_launches("kimi-debug", 4, 2, variant).to_dict())
+
+
 def kimi(run: Run, copies: float = 423) -> Run:
     """The run with the counts and the setup of the published profile, so that they can be compared."""
     summary = json.loads(json.dumps(run.summary))
     summary["settings"] |= {"workload": "kimi-debug", "ranks": 4}
     for variant in run.variants:
-        counted = count_launches("kimi-debug", 4, 2, variant).to_dict()
+        counted = count_kimi(variant)
         summary["variants"][variant] |= {"mean": counted["mean"], "by_source": counted["by_source"]}
     summary["variants"]["batched"]["mean"]["async_copies"] = copies
     return Run(run.folder, summary, run.events)
@@ -300,14 +304,6 @@ def test_a_rank_with_nothing_to_exchange_launches_nothing_for_it(tmp_path: Path)
     assert events.query("kind == 'exchange'")[["direction", "bytes"]].values.tolist() == [["back", 50]]
 
 
-@pytest.fixture
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("profile_step", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -329,31 +325,20 @@ def script() -> ModuleType:
     ],
 )
 def test_mistakes_in_the_request_are_refused_before_anything_starts(
-    script: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-    tmp_path: Path,
-    words: list[str],
-    message: str,
+    tmp_path: Path, words: list[str], message: str
 ) -> None:
     out = tmp_path / "run"
-    monkeypatch.setattr(sys, "argv", ["profile_step.py", *words, "--out", str(out)])
-    try:
-        code = script.main()
-    except SystemExit as refusal:
-        code = refusal.code
-    assert code == 2
-    assert message in capsys.readouterr().err
+    ended = call("profile_step", *words, "--out", out)
+    assert ended.code == 2
+    assert message in ended.errors
     assert not out.exists()
 
 
-def test_a_run_is_not_overwritten(
-    run: Run, script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_is_not_overwritten(run: Run) -> None:
     before = {path: path.read_bytes() for path in run.folder.iterdir()}
-    monkeypatch.setattr(sys, "argv", ["profile_step.py", *QUESTION, "--out", str(run.folder)])
-    assert script.main() == 2
-    assert "already holds a run" in capsys.readouterr().err
+    ended = call("profile_step", *QUESTION, "--out", run.folder)
+    assert ended.code == 2
+    assert "already holds a run" in ended.errors
     assert {path: path.read_bytes() for path in run.folder.iterdir()} == before
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import called
 import pytest
 from traces import FIGURES, STEP, event, launch, texts, write, write_rank
 
@@ -19,21 +20,9 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Call:
-    """Run the script with these words; returns exit code, output and errors."""
-    spec = importlib.util.spec_from_file_location("read_trace", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["read_trace.py", *map(str, words)])
-        try:
-            code = script.main()
-        except SystemExit as refusal:
-            code = refusal.code
-        return code, *capsys.readouterr()
-
-    return run
+def call() -> Call:
+    """Call the script with these words; returns exit code, output and errors."""
+    return partial(called.call, "read_trace")
 
 
 def test_a_range_of_one_trace_as_json(call: Call, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import nbformat
 import pandas as pd
 import pytest
+from called import call
 from matplotlib.image import imread
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from pages import Page, needs_browser, open_page, write_notebook
@@ -69,11 +70,6 @@ SAMPLE = [
         "reporting.complete('Fewer copies.', headline=frame, figures=figures, seed=7, tokens_digest='ab12')",
     ),
 ]
-
-
-def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts/run_notebook.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +159,9 @@ def test_value_that_the_notebook_refuses_starts_no_kernel(tmp_path: Path) -> Non
     assert Request.of(notebook).parameters["ranks"] == 4
     with pytest.raises(ValueError, match=r"n\.ipynb refuses its parameters: unknown workload 'kimi'; did you mean"):
         Request.of(notebook, {"workload": "kimi"})
-    result = run_script(notebook, "--out", tmp_path / "run", "-p", "ranks", "0")
-    assert result.returncode == 2
-    assert "refuses its parameters: ranks" in result.stderr
+    ended = call("run_notebook", notebook, "--out", tmp_path / "run", "-p", "ranks", "0")
+    assert ended.code == 2
+    assert "refuses its parameters: ranks" in ended.errors
     assert not (tmp_path / "run").exists()
 
 
@@ -303,21 +299,24 @@ def test_folder_of_a_run_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_script_exits_with_1_for_a_failed_notebook_and_writes_its_page(tmp_path: Path) -> None:
     notebook = write_notebook(tmp_path / "n.ipynb", [("code", "1 / 0")])
-    result = run_script(notebook, "--out", tmp_path / "run", "--html", tmp_path / "pages/n.html")
-    assert result.returncode == 1
-    assert "FAILED in code cell 1: 1 / 0" in result.stderr
+    words = [str(notebook), "--out", str(tmp_path / "run"), "--html", str(tmp_path / "pages/n.html")]
+    command = [sys.executable, str(ROOT / "scripts/run_notebook.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "FAILED in code cell 1: 1 / 0" in done.stderr
     assert "FAILED" in Page(tmp_path / "pages/n.html").open_text
 
 
 def test_script_exits_with_2_for_unknown_names_and_gives_the_nearest(tmp_path: Path) -> None:
     notebook = write_notebook(tmp_path / "n.ipynb", SAMPLE)
     for arguments, nearest in [(["-p", "rnaks", "2"], "'ranks'"), (["--htlm", "x"], "'--html'")]:
-        result = run_script(notebook, "--out", tmp_path / "run", *arguments)
-        assert result.returncode == 2
-        assert f"did you mean {nearest}" in result.stderr
+        ended = call("run_notebook", notebook, "--out", tmp_path / "run", *arguments)
+        assert ended.code == 2
+        assert f"did you mean {nearest}" in ended.errors
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_interrupted_script_ends_its_kernel_and_says_so_in_a_line(tmp_path: Path) -> None:
     work = "import os, sys, time\nprint('KERNEL', os.getpid(), file=sys.stderr, flush=True)\ntime.sleep(100)"
     notebook = write_notebook(tmp_path / "n.ipynb", [("code", work)])
@@ -334,6 +333,7 @@ def test_interrupted_script_ends_its_kernel_and_says_so_in_a_line(tmp_path: Path
         os.kill(int(line.split()[1]), 0)
 
 
+@pytest.mark.slow
 def test_page_names_the_rank_that_failed_on_its_first_screen(tmp_path: Path) -> None:
     work = (
         f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nimport os\nfrom pathlib import Path\n"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from called import call
 
 from distmuon.buffers import peak_bytes
 from distmuon.counting.launches import count_launches
@@ -34,17 +35,14 @@ KEYS = [
 ]
 
 
-def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "scripts/plan_scale.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-
-
-@pytest.mark.parametrize(("ranks", "ep", "seconds"), [(1024, 64, 5.0), (128, 8, 1.0)])
+@pytest.mark.parametrize(
+    ("ranks", "ep", "seconds"), [pytest.param(1024, 64, 5.0, marks=pytest.mark.slow), (128, 8, 1.0)]
+)
 def test_a_trillion_parameters_are_planned_in_seconds(ranks, ep, seconds):
     """With room for a machine that is busy with something else; ``scripts/plan_scale.py --curve`` prints the times."""
-    job = ("--workload", "kimi-k2", "--ranks", str(ranks), "--ep", str(ep))
-    found = json.loads(run_script(*job, "--format", "json").stdout)
+    words = ["--workload", "kimi-k2", "--ranks", str(ranks), "--ep", str(ep), "--format", "json"]
+    command = [sys.executable, str(ROOT / "scripts/plan_scale.py"), *words]
+    found = json.loads(subprocess.check_output(command, timeout=300))
     assert list(found) == KEYS
     assert found["plan_seconds"] < 5 * seconds
     assert 0 < found["peak_rss_mib"] < 300
@@ -66,7 +64,7 @@ def test_figures_are_those_of_the_plans_of_all_ranks():
 
 
 def test_the_table_says_what_was_assumed():
-    text = run_script("--workload", "tiny", "--gemm-flops", "1e12", "--replicas", "2", "--ep", "1").stdout
+    text = call("plan_scale", "--workload", "tiny", "--gemm-flops", "1e12", "--replicas", "2", "--ep", "1").output
     assert "tiny, 4 ranks" in text
     assert "1e+12" in text
     assert "modelled step" in text
@@ -78,9 +76,9 @@ def test_what_does_not_fit_is_refused_by_the_script():
         (["--rank", "1024"], "rank is 1024: give a whole number, 0 to 1023"),
         (["--curve", "--ranks", "16"], "leave out --ranks and --rank"),
     ):
-        ended = run_script(*arguments)
-        assert ended.returncode == 2
-        assert message in ended.stderr
+        ended = call("plan_scale", *arguments)
+        assert ended.code == 2
+        assert message in ended.errors
 
 
 @pytest.mark.parametrize(

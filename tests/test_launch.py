@@ -54,7 +54,10 @@ def test_logs_and_progress_of_a_run_that_ends_well(tmp_path: Path) -> None:
             "hang",
             r"rank 1 hangs(?s:.)*rank 0 waits in barrier(?s:.)*rank 1 is in main \(launched.py(?s:.)*about to hang",
         ),
-        ("stop", r"rank 1 hangs(?s:.)*rank 1 is in no known place: no answer(?s:.)*about to stop"),
+        pytest.param(
+            *("stop", r"rank 1 hangs(?s:.)*rank 1 is in no known place: no answer(?s:.)*about to stop"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["raise", "die", "hang", "stop"],
 )

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -191,6 +192,18 @@ def test_tables_give_every_variant_and_rank(run: Run) -> None:
     assert total["launches, batched"] == run.of("batched")["mean"]["launches"]
 
 
+def test_figures_can_be_read_in_grey(run: Run) -> None:
+    """Of what a legend tells apart, no two are as dark as one another, unless a hatch of their own marks them."""
+    for figure in (plots.copies_and_launches(run.sources()), plots.timeline(plots.typical_step(run.events, "batched"))):
+        (legend,) = figure.legends
+        patches = legend.get_patches()
+        hatches = [patch.get_hatch() for patch in patches if patch.get_hatch()]
+        assert len(set(hatches)) == len(hatches)
+        colours = [patch.get_facecolor() for patch in patches if not patch.get_hatch()]
+        greys = sorted(255 * np.dot(colour[:3], (0.299, 0.587, 0.114)) for colour in colours)
+        assert min(np.diff(greys)) > 15, greys
+
+
 def test_figures_show_what_their_alt_texts_say(run: Run) -> None:
     changes = {"batched": tables.change_of(run, "batched", "cpu_span_ms")}
     step = plots.typical_step(run.events, "batched")
@@ -238,6 +251,10 @@ def test_noise(changes: list[float], low: float, high: float, confidence: float,
     change = paired_change([4.0] * len(changes), [4 * (1 + each) for each in changes])
     assert (change.low, change.high, change.confidence) == pytest.approx((low, high, confidence))
     assert change.verdict == verdict
+
+
+def test_a_change_of_nothing_has_no_minus() -> None:
+    assert "(+0.0% in the median" in str(paired_change([4.0] * 6, [3.9999] * 6))
 
 
 def gpu_trace(folder: Path, rank: int) -> Path:

@@ -63,6 +63,14 @@ def test_figures_are_those_of_the_plans_of_all_ranks():
     assert found["buffer_bytes"] == peak_bytes(plan_for("kimi-debug", rank=3))
 
 
+def test_what_is_left_at_the_end_is_nothing_below_a_microsecond():
+    """Some ranks are done a fraction of a launch before others, which no assumption is exact to."""
+    slow, fast = (plan_job(Job("tiny", 8, 4, assumptions=Assumptions(launch_us=each))) for each in (50.0, 0.5))
+    assert 0 < 1e3 * fast.replay.idle_s.mean() < 5e-4
+    assert fast.row()["idle_ms"] == 0
+    assert slow.row()["idle_ms"] == pytest.approx(1e3 * slow.replay.idle_s.mean(), abs=5e-4) != 0
+
+
 def test_the_table_says_what_was_assumed():
     text = call("plan_scale", "--workload", "tiny", "--gemm-flops", "1e12", "--replicas", "2", "--ep", "1").output
     assert "tiny, 4 ranks" in text

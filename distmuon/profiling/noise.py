@@ -29,8 +29,8 @@ class Change:
     pairs: int
 
     def __str__(self) -> str:
-        interval = f"{self.confidence:.0%} interval {self.low:+.1%} to {self.high:+.1%}"
-        return f"{self.verdict} ({self.median:+.1%} in the median of {self.pairs} pairs, {interval})"
+        interval = f"{self.confidence:.0%} interval {self.low:+z.1%} to {self.high:+z.1%}"
+        return f"{self.verdict} ({self.median:+z.1%} in the median of {self.pairs} pairs, {interval})"
 
     @property
     def within_noise(self) -> bool:

@@ -66,7 +66,7 @@ def table(
     Args:
         frame: the table; units belong in its column names.
         caption: text above the table; None for no caption.
-        formats: by column, a format string such as ``"{:+.1%}"`` or a function from value to text. Other numbers are
+        formats: by column, a format string such as ``"{:+z.1%}"`` or a function from value to text. Other numbers are
             written by :func:`distmuon.richtext.number`.
         index: show the frame's index as first columns.
 

@@ -356,7 +356,7 @@ def _told(change: Change | None) -> str:
     if change is None:
         return ""
     doubt = f", {change.verdict.removeprefix('unchanged ')}" if _uncertain(change) else ""
-    interval = f"{change.median:+.0%} ({change.low:+.0%} to {change.high:+.0%}"
+    interval = f"{change.median:+z.0%} ({change.low:+z.0%} to {change.high:+z.0%}"
     return f"{interval.replace(' ', NBSP)}{doubt})"
 
 

@@ -16,7 +16,7 @@ from distmuon.traces.ranks import RankTraces
 VERDICTS = ("came", "went", "grew", "shrank", "longer", "shorter", "same")
 
 #: How to write changes as fractions, and times.
-CHANGE, TIME = "{:+.1%}", "{:,.3f}"
+CHANGE, TIME = "{:+z.1%}", "{:,.3f}"
 
 _COUNTS = ("memset", "kernels", "launches", "collectives", "host operators", "host copies")
 _ENOUGH = 3  # occurrences a side, for a time to count as longer when all of one side's are longer than the other's
@@ -215,7 +215,7 @@ def counts_finding(found: Comparison) -> str:
         elif math.isclose(a, b):
             equal.append(name)
         else:
-            share = "" if math.isnan(change) else f", {change:+.1%}"
+            share = "" if math.isnan(change) else f", {change:+z.1%}"
             changed.append(f"{b:,g} {name} ({a:,g} in {found.a.label}{share})")
     parts = [f"an occurrence makes {', '.join(changed)}"] if changed else []
     parts += [f"as many {', '.join(equal)} on both sides"] if equal else []
@@ -282,7 +282,7 @@ def conclusion(found: Comparison) -> str:
 def _change(found: Comparison, name: str) -> str:
     """How a time changed, and whether all occurrences say so."""
     times = [side.occurrences.groupby("occurrence")[name].mean().tolist() for side in found.sides]
-    share = f"{_mean(found.b, name) / _mean(found.a, name) - 1:+.1%}"
+    share = f"{_mean(found.b, name) / _mean(found.a, name) - 1:+z.1%}"
     if min(map(len, times)) < _ENOUGH:
         return f"{share}, too few occurrences to tell from noise"
     return f"{share}, {_apart(*times) or 'within what occurrences differ by'}"

@@ -108,7 +108,7 @@ def _counted(run: Run, variant: str, name: str) -> str:
     return (
         f"{figure} as {first} does"
         if before == after
-        else f"{figure} where {first} makes {before:,g} ({after / before - 1:+.1%})"
+        else f"{figure} where {first} makes {before:,g} ({after / before - 1:+z.1%})"
     )
 
 

@@ -21,7 +21,7 @@ from distmuon.ranges import PHASES
 from distmuon.studies.profile_tables import SOURCE_GROUPS
 from distmuon.studies.style import INK, VARIANTS, axes
 
-_SOURCE_COLOURS = ("#0B3C5D", "#3F88C5", "#A6CEE3", "#D9D9D9", "#7F3B08", "#B35806", "#F1A340", "#FEE0B6")
+_SOURCE_COLOURS = ("#062A42", "#4A94D0", "#9FC9E0", "#D9D9D9", "#7A3806", "#AA5305", "#EE9A32", "#FEE5C4")
 _PHASE_COLOURS = {
     "momentum": "#C4C4C4",
     "pack": "#D55E00",
@@ -34,8 +34,8 @@ _PHASE_COLOURS = {
     "apply": "#56B4E9",
 }
 #: Of phases that in grey are as dark as another.
-_PHASE_HATCHES = {"unpack": "////", "apply": "...."}
-_TRANSFER, _WAITING = "#009E73", "#C9E8DE"
+_PHASE_HATCHES = {"pack": "\\\\\\\\", "unpack": "////", "apply": "...."}
+_TRANSFER, _WAITING = "#009E73", "#DDF0EA"
 
 
 def copies_and_launches(sources: pd.DataFrame) -> Figure:

@@ -14,7 +14,7 @@ from distmuon.profiling.noise import Change
 from distmuon.profiling.results import COUNTED, Run
 
 #: How to write the columns that are changes.
-CHANGE = "{:+.1%}"
+CHANGE = "{:+z.1%}"
 
 #: How to write the columns that are times.
 TIME = "{:,.1f}"
@@ -201,4 +201,4 @@ def _time_verdict(run: Run, span: str) -> str | None:
     if run.variants[0] != "baseline":
         return "baseline was not the first variant"
     change = change_of(run, "batched", span)
-    return None if change is None else f"{change.verdict} ({change.low:+.1%} to {change.high:+.1%})"
+    return None if change is None else f"{change.verdict} ({change.low:+z.1%} to {change.high:+z.1%})"

@@ -137,7 +137,10 @@ class Planned:
         }
 
     def row(self) -> dict[str, Any]:
-        """For a table of jobs: means over ranks in ms of what a step is spent on, and what else differs."""
+        """For a table of jobs: means over ranks in ms of what a step is spent on, and what else differs.
+
+        What is left at the end is in whole microseconds: nothing that is assumed is finer.
+        """
         replayed = self.replay
         return {
             "ranks": self.job.ranks,
@@ -148,7 +151,7 @@ class Planned:
             "step_ms": 1e3 * replayed.step_s,
             "busy_ms": 1e3 * float(replayed.busy_s.mean()),
             "exposed_ms": 1e3 * float(replayed.exposed_s.mean()),
-            "idle_ms": 1e3 * float(replayed.idle_s.mean()),
+            "idle_ms": round(1e3 * float(replayed.idle_s.mean()), 3),
         }
 
 

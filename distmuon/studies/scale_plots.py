@@ -14,6 +14,8 @@ from distmuon.richtext import about
 from distmuon.studies.style import INK, VARIANTS, axes
 
 _BUSY, _EXPOSED, _IDLE = "#0072B2", "#E69F00", "#D9D9D9"
+#: In grey it is nearly as dark as Newton-Schulz.
+_HATCHES = {"begin": "\\\\\\\\"}
 #: Of a timeline: what a rank computes and waits for, and its lane.
 _KINDS = {
     "begin": ("#D55E00", "momentum, pack"),
@@ -126,10 +128,14 @@ def timeline(replayed: Replay, rank: int) -> Figure:
             if span.what.split()[0] == kind and span.seconds[rank] > 0
         ]
         lane = kind in ("out", "back")
-        axis.broken_barh(spans, (0.6 if lane else -0.4, 0.8), facecolors=colour, edgecolors=INK, linewidth=0.2)
+        place, hatch = (0.6 if lane else -0.4, 0.8), _HATCHES.get(kind)
+        axis.broken_barh(spans, place, facecolors=colour, edgecolors=INK, linewidth=0.2, hatch=hatch)
     axis.set(xlim=(0, 1e3 * replayed.step_s), ylim=(1.5, -0.5), xlabel="time since the step began (ms)")
     axis.set_yticks([0, 1], [f"rank {rank}", "its lane"])
-    handles = [Patch(facecolor=colour, edgecolor=INK, linewidth=0.4, label=label) for colour, label in _KINDS.values()]
+    handles = [
+        Patch(facecolor=colour, edgecolor=INK, linewidth=0.4, hatch=_HATCHES.get(kind), label=label)
+        for kind, (colour, label) in _KINDS.items()
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
     return figure
 

@@ -192,7 +192,7 @@ def sharing_finding(rows: pd.DataFrame) -> str:
     """When it pays that replicas share the work."""
     steps = rows.pivot(index="ranks", columns="replicas", values="step_ms")
     change = steps[SHARED] / steps[REPEATED] - 1
-    parts = [f"{value:+.0%} on {ranks:,} ranks" for ranks, value in change.items()]
+    parts = [f"{value:+z.0%} on {ranks:,} ranks" for ranks, value in change.items()]
     return f"Where replicas share the work instead of repeating it, the modelled step changes by {_listed(parts)}."
 
 
@@ -231,8 +231,8 @@ def check_finding(found: Check) -> str:
     for variant in found.settings.variants:
         step = table.loc[(variant, "step")]
         times = f"measured {step['measured_ms']:.1f} ms, modelled {step['modelled_ms']:.1f} ms"
-        reach = f"single turns {step['low'] - 1:+.0%} to {step['high'] - 1:+.0%}"
-        parts.append(f"{variant} {found.error(variant):+.0%} ({times}; {reach})")
+        reach = f"single turns {step['low'] - 1:+z.0%} to {step['high'] - 1:+z.0%}"
+        parts.append(f"{variant} {found.error(variant):+z.0%} ({times}; {reach})")
     settings = found.settings
     return (
         f"Against {settings.workload} measured on {settings.ranks} CPU ranks that share {found.cores} cores, the "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 WIDTH = 9.0  # inches: a page
 INK = "#222222"
@@ -28,6 +29,7 @@ def axes(
 ) -> tuple[Figure, list[Axes]]:
     """A figure as wide as a page, and its axes, row by row."""
     with rc_context({"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        room = ConstrainedLayoutEngine(w_pad=0.1)  # so that no label touches the ticks of the panel beside it
+        figure = Figure(figsize=(WIDTH, height), layout=room)
         panels = figure.subplots(rows, columns, squeeze=False, width_ratios=width_ratios)
     return figure, list(panels.flat)

@@ -15,7 +15,7 @@ from distmuon.studies.whereabouts import ownership_finding, travelling_share
 
 #: How to write the columns of :func:`sweep_table` that are not plain numbers.
 FORMATS = {
-    "change": "{:+.0%}",
+    "change": "{:+z.0%}",
     "single (µs)": "{:,.1f}",
     "batched (µs)": "{:,.1f}",
 }

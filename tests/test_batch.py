@@ -191,6 +191,34 @@ def test_index_lists_status_parameters_and_figures(index: Path) -> None:
     assert outside_references(index.read_text(), scripts=True) == []
 
 
+def test_index_says_once_what_all_runs_have_in_common(tmp_path: Path) -> None:
+    for name, copies in (("1-a", 493.0), ("2-b", 76.0)):
+        shared = {"parameters": {"number": 5, "copied": copies}, "defaults": {"number": 1, "copied": copies}}
+        written(tmp_path / name, figures={"collectives": 8.0, "copies": copies}, **shared)
+    page = Page(write_index(tmp_path))
+    assert page.tables[0][0] == ["compare", "started (UTC)", "status", "copied", "copies", "took (s)", "run"]
+    assert "All runs: number = 5 · collectives = 8" in page.open_text
+    written(tmp_path / "3-c", figures={"collectives": 4.0}, notebook="alone.ipynb", parameters={"number": 2})
+    page = Page(write_index(tmp_path))
+    assert "number = 2\n" in page.open_text
+    assert page.tables[0][0] == ["compare", "started (UTC)", "status", "collectives", "took (s)", "run"]
+
+
+@needs_browser
+def test_index_with_many_figures_keeps_the_run_in_sight_and_the_page_still(tmp_path: Path) -> None:
+    figures = {f"a key figure with a long name, {number} (ms)": 1000.0 * number for number in range(30)}
+    written(tmp_path / "runs/1-a", figures=figures, parameters={"number": 2}, started="2026-01-02T03:04:05")
+    script = """
+        const box = document.querySelector('.scroll'), cell = box.querySelector('td:nth-child(2)');
+        box.scrollLeft = 2000;
+        const inside = cell.getBoundingClientRect().left - box.getBoundingClientRect().left;
+        document.title = [box.scrollLeft > 0, inside >= 0 && inside < 100, document.body.scrollWidth <= innerWidth];
+    """
+    for width in (1000, 500):
+        after = page_after(write_index(tmp_path / "runs"), tmp_path, script, width).read_text()
+        assert "<title>true,true,true</title>" in after
+
+
 @needs_browser
 def test_index_sorts_numbers_as_numbers_without_a_network(index: Path, tmp_path: Path) -> None:
     heading = "[...document.querySelectorAll('th button')].filter(each => each.textContent === 'number').at(-1)"

@@ -37,12 +37,13 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Group:
-    """The runs of one notebook."""
+    """The runs of one notebook; what is the ``same`` in all of them is said once and has no column."""
 
     title: str
     notebook: str
     columns: tuple[str, ...]
     rows: tuple[_Row, ...]
+    same: tuple[tuple[str, _Cell], ...]
 
     @property
     def numeric(self) -> tuple[bool, ...]:
@@ -63,8 +64,14 @@ def write_index(under: Path = RUNS) -> Path:
 
 
 def _group(notebook: str, records: Sequence[Record], under: Path) -> _Group:
-    parameters = [name for name in _names(each.parameters for each in records) if _varies(name, records)]
+    known = [name for name in _names(each.parameters for each in records) if _varies(name, records)]
+    parameters = [name for name in known if len({str(each.parameters.get(name)) for each in records}) > 1]
+    same = [(name, _cell(records[-1].parameters[name], changed=True)) for name in known if name not in parameters]
     figures = _names(each.figures for each in records)
+    if len(records) > 1:  # the figures of one run are what it is looked up for
+        alike = [name for name in figures if len({each.figures.get(name) for each in records}) == 1]
+        same += [(name, _cell(records[-1].figures[name])) for name in alike]
+        figures = [name for name in figures if name not in alike]
     columns = ("started (UTC)", "status", *parameters, *figures, "took (s)")
     rows = []
     for record in reversed(records):
@@ -77,7 +84,7 @@ def _group(notebook: str, records: Sequence[Record], under: Path) -> _Group:
         page = os.path.relpath(record.page, under) if record.page.exists() else ""
         rows.append(_Row(record.folder.name, page, record.status, tuple(cells)))
     title = next((each.title for each in reversed(records) if each.title), notebook)
-    return _Group(title, notebook, columns, tuple(rows))
+    return _Group(title, notebook, columns, tuple(rows), tuple(same))
 
 
 def _facts(record: Record) -> dict[str, Any]:

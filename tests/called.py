@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import signal
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -28,6 +29,7 @@ def call(script: str, *words: object) -> Ended:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     output, errors = io.StringIO(), io.StringIO()
+    before = signal.getsignal(signal.SIGTERM)
     with (
         patch.object(sys, "argv", [str(path), *map(str, words)]),
         redirect_stdout(output),
@@ -37,4 +39,6 @@ def call(script: str, *words: object) -> Ended:
             code = module.main()
         except SystemExit as ended:
             code = ended.code
+        finally:
+            signal.signal(signal.SIGTERM, before)
     return Ended(code or 0, output.getvalue(), errors.getvalue())

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
 from executed import Executed, execute_small
 from pool import Pool
+
+# Ranks look up the names of their peers, also of those on this machine. Where the name server does not answer, each
+# waits a second for it, not ten.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(scope="session")

@@ -179,6 +179,8 @@ def _work(pipe: Any, port: int, filters: list[str], stacks: str) -> None:
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    # One connection for all jobs: a store looks up its peer's name for each, and a name server may take its time.
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     gc.freeze()
     while True:
         try:
@@ -190,9 +192,12 @@ def _work(pipe: Any, port: int, filters: list[str], stacks: str) -> None:
             pipe.send_bytes(pickle.dumps(("idle", None)))
             continue
         try:
-            store = dist.PrefixStore(str(job), dist.TCPStore("127.0.0.1", port, is_master=False))
+            own = dist.PrefixStore(str(job), store)
             limit = timedelta(seconds=group_timeout)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+            dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=limit)
+            if own.add("connected", 1) == ranks:
+                own.set("all connected", "")
+            own.wait(["all connected"], limit)  # a rank that left before would fail those that still connect
             with warnings.catch_warnings():
                 apply_warning_filters(filters, [])
                 message = pickle.dumps(("result", function(rank, ranks, *args)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from called import call
+from called import Ended, call
 from pages import Page, needs_browser, page_after, write_notebook
 
 from distmuon.reporting.batch import read_grid
@@ -53,39 +54,41 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out
 
 
-#: The folder of runs, and exit code and output of the batch when it ran first and again.
-Batch = tuple[Path, tuple[int, str], tuple[int, str]]
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    """A batch of two runs, of which the first fails: the folder of its grid, and how it ended."""
+    folder = tmp_path_factory.mktemp("batch")
+    text = "notebook: squares.ipynb\nparameters: {tag: 12e3456, scale: 1e-1}\ngrid:\n  number: [3, 007]\n"
+    return folder, call("run_batch", write_grid(folder, text), "--runs", folder / "runs")
 
 
 @pytest.fixture(scope="module")
-def batch(tmp_path_factory: pytest.TempPathFactory) -> Batch:
-    folder = tmp_path_factory.mktemp("batch")
-    text = "notebook: squares.ipynb\nparameters: {tag: 12e3456, scale: 1e-1}\ngrid:\n  number: [2, 3, 007]\n"
-    grid = write_grid(folder, text)
-    return folder / "runs", end(start(grid)), end(start(grid))
+def again(batch: tuple[Path, Ended], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    """That batch started again: its folder of runs, exit code and output."""
+    folder = tmp_path_factory.mktemp("again") / "copy"
+    shutil.copytree(batch[0], folder)
+    return folder / "runs", *end(start(folder / "grid.yaml"))
+
+
+def test_a_failed_run_does_not_stop_the_batch_but_fails_it(batch: tuple[Path, Ended]) -> None:
+    _, ended = batch
+    assert ended.code == 1
+    told = [line.split()[1] for line in ended.output.splitlines() if line.startswith("[")]
+    assert told == ["FAILED:", "complete:"]
+    assert "2 runs, 1 failed, 0 were there already" in ended.output
+    assert "RuntimeError: three is odd" in ended.output
 
 
 @pytest.mark.slow
-def test_a_failed_run_does_not_stop_the_batch_but_fails_it(batch: Batch) -> None:
-    _, (code, said), _ = batch
+def test_a_batch_started_again_repeats_only_what_failed(again: tuple[Path, int, str]) -> None:
+    runs, code, said = again
     assert code == 1
-    told = [line.split()[1] for line in said.splitlines() if line.startswith("[")]
-    assert told == ["complete:", "FAILED:", "complete:"]
-    assert "3 runs, 1 failed, 0 were there already" in said
-    assert "RuntimeError: three is odd" in said
+    assert "2 runs, 1 failed, 1 were there already" in said
+    assert sorted(record.parameters["number"] for record in read_records(runs)) == [3, 3, 7]
 
 
-@pytest.mark.slow
-def test_a_batch_started_again_repeats_only_what_failed(batch: Batch) -> None:
-    runs, _, (code, said) = batch
-    assert code == 1
-    assert "3 runs, 1 failed, 2 were there already" in said
-    assert sorted(record.parameters["number"] for record in read_records(runs)) == [2, 3, 3, 7]
-
-
-@pytest.mark.slow
-def test_the_folder_of_a_run_has_all_of_it(batch: Batch) -> None:
-    runs, _, _ = batch
+def test_the_folder_of_a_run_has_all_of_it(batch: tuple[Path, Ended]) -> None:
+    runs = batch[0] / "runs"
     record = next(each for each in read_records(runs) if each.parameters["number"] == 7)
     assert re.fullmatch(r"\d{8}T\d{6}-squares-[0-9a-f]{8}", record.folder.name)
     names = {path.name for path in record.folder.iterdir()}
@@ -95,10 +98,8 @@ def test_the_folder_of_a_run_has_all_of_it(batch: Batch) -> None:
     assert record.figures == {"square": 0.1 * 49, "tags": 7}
 
 
-@pytest.mark.slow
-def test_the_report_of_a_failed_run_says_so(batch: Batch) -> None:
-    runs, _, _ = batch
-    record = next(each for each in read_records(runs) if each.status == "failed")
+def test_the_report_of_a_failed_run_says_so(batch: tuple[Path, Ended]) -> None:
+    record = next(each for each in read_records(batch[0] / "runs") if each.status == "failed")
     text = Page(record.page).open_text
     assert text.index("FAILED") < text.index("RuntimeError: three is odd") < 300
 
@@ -242,8 +243,8 @@ def test_index_compares_any_two_runs(index: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_site_has_the_latest_report_of_each_notebook_and_its_data(batch: Batch, tmp_path: Path) -> None:
-    runs, _, _ = batch
+def test_site_has_the_latest_report_of_each_notebook_and_its_data(again: tuple[Path, int, str], tmp_path: Path) -> None:
+    runs, _, _ = again
     index = write_site(tmp_path / "site", [Path("squares.ipynb"), Path("never_run.ipynb")], runs)
     text = Page(index).open_text
     assert "7 squared." in text

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from called import call
 
 from distmuon import plan_for
 from distmuon.counting.counter import LaunchCounter
-from distmuon.counting.launches import count_launches
+from distmuon.counting.launches import count_launches as count
 from distmuon.counting.rules import (
     CHUNK,
     KERNEL,
@@ -33,6 +34,9 @@ from distmuon.workloads import get_workload
 from distmuon.workloads.training import Trainer
 
 ROOT = Path(__file__).parent.parent
+
+#: What is counted once, for all tests that look at it.
+count_launches = cache(count)
 
 
 @pytest.mark.parametrize(("variant", "copies", "launches"), [("baseline", 493.0, 1474.0), ("batched", 423.0, 1421.5)])
@@ -89,6 +93,7 @@ def test_gram_makes_no_copies_and_multiplies_less():
     assert gram < 0.92 * standard
 
 
+@pytest.mark.slow
 def test_published_batched_copies_of_moonlight():
     """161 matrices brought to an owner, two fused copies each, of 8 equal pairs: 322 a step over all ranks."""
     assert dict(count_launches("moonlight-16b", 8, 4, "batched").batched_copies()) == {(8, True): 322}

@@ -208,7 +208,14 @@ def test_slices_that_only_rounding_makes_overlap_stay_on_their_track(tmp_path: P
 
 
 @needs_real_traces
-@pytest.mark.parametrize("name", ["h100x8_normuon_rank0", "a100x128_recommender_rank0", "mi300_bert_forward"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("h100x8_normuon_rank0", marks=pytest.mark.slow),
+        "a100x128_recommender_rank0",
+        "mi300_bert_forward",
+    ],
+)
 def test_real_traces_with_overlaps_make_a_trace_that_perfetto_takes(tmp_path: Path, name: str) -> None:
     (tmp_path / "rank0.trace.json.gz").write_bytes((REAL / f"{name}.json.gz").read_bytes())
     merge_traces(RankTraces(tmp_path, partial=True), tmp_path / "merged.json.gz")

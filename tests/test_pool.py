@@ -69,8 +69,8 @@ def hang_on(rank: int, ranks: int, bad: int) -> None:
 
 
 def test_a_rank_that_hangs_is_named_with_the_place(pool: Pool) -> None:
-    with pytest.raises(RankError, match="no answer in 5 s") as caught:
-        pool.run(3, hang_on, 1, timeout=5)
+    with pytest.raises(RankError, match="no answer in 3 s") as caught:
+        pool.run(3, hang_on, 1, timeout=3)
     assert list(caught.value.errors) == [1]
     assert "hang_on" in caught.value.errors[1]
     assert pool.run(3, add_ranks, 0.0)[0][1] == 3
@@ -127,7 +127,16 @@ def parent_id(rank: int, ranks: int) -> int:
     return os.getppid()
 
 
-@pytest.mark.parametrize("end", ["return", pytest.param("hang", marks=pytest.mark.slow)])
+def test_a_pool_that_is_closed_has_left_no_worker() -> None:
+    pool = Pool()
+    workers = pool.run(2, process_id)
+    assert all(map(_alive, workers))
+    pool.close()
+    assert not any(map(_alive, workers))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["return", "hang"])
 def test_no_process_outlives_the_one_that_made_the_pool(tmp_path: Path, end: str) -> None:
     script = tmp_path / "life.py"
     script.write_text(_LIFE)

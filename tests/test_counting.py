@@ -93,7 +93,6 @@ def test_gram_makes_no_copies_and_multiplies_less():
     assert gram < 0.92 * standard
 
 
-@pytest.mark.slow
 def test_published_batched_copies_of_moonlight():
     """161 matrices brought to an owner, two fused copies each, of 8 equal pairs: 322 a step over all ranks."""
     assert dict(count_launches("moonlight-16b", 8, 4, "batched").batched_copies()) == {(8, True): 322}

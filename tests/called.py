@@ -9,7 +9,6 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,16 +28,14 @@ def call(script: str, *words: object) -> Ended:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     output, errors = io.StringIO(), io.StringIO()
-    before = signal.getsignal(signal.SIGTERM)
-    with (
-        patch.object(sys, "argv", [str(path), *map(str, words)]),
-        redirect_stdout(output),
-        redirect_stderr(errors),
-    ):
-        try:
+    argv, on_sigterm = sys.argv, signal.getsignal(signal.SIGTERM)
+    sys.argv = [str(path), *map(str, words)]
+    try:
+        with redirect_stdout(output), redirect_stderr(errors):
             code = module.main()
-        except SystemExit as ended:
-            code = ended.code
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    except SystemExit as ended:
+        code = ended.code
+    finally:
+        sys.argv = argv
+        signal.signal(signal.SIGTERM, on_sigterm)
     return Ended(code or 0, output.getvalue(), errors.getvalue())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,18 +38,18 @@ def save(folder: Path | str, model: nn.Module, optimizers: Optimizer | Sequence[
         folder: where to; a new one.
         model: whose parameters and buffers to save.
         optimizers: of its parameters, all of them; one without parameters, as a pipeline stage has it, is left out.
-        others: what else has a ``state_dict``, as schedulers do, by a name of its own.
+        others: what else has a ``state_dict``, as each scheduler does, by a name of its own.
 
     Raises:
-        ValueError: the folder exists. On all ranks, if one finds it so.
-        TypeError: ``optimizers`` are none; likewise.
+        ValueError: the folder exists, or an optimizer is of another model. On all ranks, if one finds it so.
+        TypeError: ``optimizers`` are none, or one of ``others`` has no ``state_dict``; likewise.
         OSError: it can't be written; likewise.
     """
     folder = Path(folder)
     unfinished = folder.with_name(folder.name + _UNFINISHED)
     first = not dist.is_initialized() or dist.get_rank() == 0
     with _agreed():
-        optimizers = _with_parameters(optimizers)
+        optimizers = _checked(model, optimizers, others)
         if folder.exists():
             raise ValueError(f"{folder} exists: give each checkpoint a folder of its own")
         if first and unfinished.exists():  # what a save that was cut off has left
@@ -67,13 +67,15 @@ def load(folder: Path | str, model: nn.Module, optimizers: Optimizer | Sequence[
     Raises:
         ValueError: it is of other parameters (names what is missing in it, and what is extra), shapes or matrices, or
             has nothing for one of ``others``. Nothing has been loaded then.
-        TypeError: ``optimizers`` are none, or ``folder`` is None, as :func:`latest` found no checkpoint.
+        TypeError: as of :func:`save`, or ``folder`` is None, as :func:`latest` found no checkpoint.
         OSError: it is none, or can't be read. On all ranks, if one finds it so.
     """
     with _agreed():
         if folder is None:
             raise TypeError("folder is None: there is no checkpoint to load where latest() finds none")
-        optimizers = _with_parameters(optimizers)
+        optimizers = _checked(model, optimizers, others)
+        if not (Path(folder) / _WRITTEN_LAST).exists():
+            raise FileNotFoundError(f"{folder} holds no checkpoint: give the folder of one, which latest() finds")
         reader = dcp.FileSystemReader(folder)
         metadata = reader.read_metadata()
     state_dict = _state_dict(model, optimizers, others)
@@ -96,12 +98,27 @@ def latest(folder: Path | str) -> Path | None:
     return max(whole, key=lambda each: (each / _WRITTEN_LAST).stat().st_mtime_ns, default=None)
 
 
-def _with_parameters(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Those that have any: torch looks for the state of the first one."""
+def _checked(
+    model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], others: Mapping[str, Stateful]
+) -> list[Optimizer]:
+    """Optimizers that have parameters, as torch looks for the state of the first one; all that is given being fit."""
+    for name, other in others.items():
+        if not isinstance(other, Stateful):
+            raise TypeError(
+                f"{name} is a {type(other).__name__}, which has no state_dict to save or load: give each scheduler, or "
+                "what else has one, a name of its own"
+            )
     every = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    own = set(model.parameters())
     for each in every:
         if not isinstance(each, Optimizer):
             raise TypeError(f"optimizers has a {type(each).__name__}: give an optimizer, or a list of them")
+        for parameter in (parameter for group in each.param_groups for parameter in group["params"]):
+            if parameter not in own:
+                raise ValueError(
+                    f"{type(each).__name__} has a parameter of shape {tuple(parameter.shape)} that the model has not: "
+                    "give the model that its optimizers were made for"
+                )
     return [each for each in every if any(group["params"] for group in each.param_groups)]
 
 

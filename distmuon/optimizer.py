@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distmuon.agreement import Claims, agree, host_group
@@ -22,6 +22,7 @@ from distmuon.planning.options import Patterns, PlanOptions
 from distmuon.planning.placement import ParameterSpec
 from distmuon.planning.plan import Plan, plan_step
 from distmuon.process_groups import find_groups
+from distmuon.routing import Split
 from distmuon.settings import Settings, group_settings, refuse_unknown_keys
 from distmuon.state import loading, opaque
 from distmuon.step import LocalParameter, StepRunner
@@ -142,7 +143,7 @@ class DistMuon(torch.optim.Optimizer):
             "row_blocks": None,
         }
         try:
-            super().__init__(params if self._host is None else _groups_of(params), defaults)
+            super().__init__(_groups_of(params, alone=self._host is None), defaults)
         except Exception as error:
             self._agree({}, error)
         self._set_up()
@@ -346,9 +347,13 @@ class DistMuon(torch.optim.Optimizer):
         return LocalParameter(local(parameter), held, local(momentum), settings)
 
 
-def _groups_of(params: Any) -> Any:
-    """What ``torch.optim.Optimizer`` takes of several ranks: of a rank without parameters a group of none."""
-    return params if isinstance(params, Tensor) else list(params) or [{"params": []}]
+def _groups_of(params: Any, *, alone: bool) -> Any:
+    """What ``torch.optim.Optimizer`` takes: of one of several ranks that is without parameters a group of none."""
+    if isinstance(params, nn.Module):
+        raise TypeError("params is a module: give its matrices, as split_parameters(model).muon has them")
+    if isinstance(params, Split):
+        raise TypeError("params is a Split: give its .muon, and its .adamw to torch.optim.AdamW")
+    return params if alone or isinstance(params, Tensor) else list(params) or [{"params": []}]
 
 
 def _options(variant: str | Variant, **options: Any) -> PlanOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import chain
@@ -102,13 +103,22 @@ def claims(
         policy: which all ranks share, also those that share no mesh.
     """
     # Shown in full, and read to the host just here: of a tensor repr gives four digits.
-    shown = [str(replace(each, lr=float(each.lr))) for each in settings]
+    shown = [vars(replace(each, lr=float(each.lr))) for each in settings]
     common = [(option.name, repr(getattr(options, option.name))) for option in fields(options)]
     found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+    number: Counter[tuple[int, ...]] = Counter()
+    last_group: dict[tuple[int, ...], int] = {}
     for spec in specs:
         if spec.storage:
-            items = found.setdefault(spec.storage.ranks, list(common))
-            items.append((f"parameter {len(items) - len(common)} there", f"{spec}, {shown[spec.group]}"))
+            ranks = spec.storage.ranks
+            items = found.setdefault(ranks, list(common))
+            begins = last_group.get(ranks) != spec.group
+            items.append((f"parameter {number[ranks]} there", f"{spec}{', first of a parameter group' * begins}"))
+            if begins:
+                its = shown[spec.group].items()
+                items += [(f"{name} of the group of {spec.name!r}", repr(value)) for name, value in its]
+            number[ranks] += 1
+            last_group[ranks] = spec.group
     if dist.is_initialized():
         everyone = found.setdefault(tuple(range(dist.get_world_size())), [])
         everyone.insert(0, ("missing_gradients or non_finite", repr(policy)))

@@ -132,10 +132,12 @@ def split_parameters(
         adamw: patterns of names that go to AdamW whatever their module is, frozen or not.
 
     Raises:
-        TypeError: patterns, or ``row_blocks``, are not what they should be.
+        TypeError: the model, patterns, or ``row_blocks``, are not what they should be.
         ValueError: a pattern matches nothing, or one parameter both ways; a pattern sends to Muon what is no matrix;
             ``row_blocks`` names a parameter that is not Muon's, or does not add up; nothing at all goes to Muon.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: give the module whose parameters to split")
     for kind, patterns in (("muon", muon), ("adamw", adamw)):
         check_patterns(kind, patterns)
     check_row_blocks({} if row_blocks is None else row_blocks)

@@ -51,7 +51,7 @@ def added_on_one(rank: int, ranks: int) -> str:
 def test_groups_that_differ_when_they_are_added_are_refused(pool):
     messages = pool.run(2, added_on_one)
     assert messages[0] == messages[1]
-    assert "disagree on parameter 1 there" in messages[0]
+    assert "disagree on lr of the group of 'b'. rank 0: 0.1; rank 1: 1.1" in messages[0]
 
 
 def test_a_row_blocks_argument_holds_for_groups_that_are_added():

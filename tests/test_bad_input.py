@@ -295,6 +295,12 @@ def other_settings(rank: int, ranks: int) -> str:
     return message_of(lambda: DistMuon([sharded("a", ranks, 4, 4)], lr=0.1 + 0.1 * rank))
 
 
+def other_groups(rank: int, ranks: int) -> str:
+    """Of the same settings; but matrices of two groups are not orthogonalised in one batch."""
+    a, b = sharded("a", ranks, 4, 4), sharded("b", ranks, 4, 4)
+    return message_of(lambda: DistMuon([{"params": [a]}, {"params": [b]}] if rank else [a, b]))
+
+
 def other_buckets(rank: int, ranks: int) -> str:
     named = [sharded("a", ranks, 4, 4), sharded("b", ranks, 4, 4)]
     return message_of(lambda: DistMuon(named, buckets=[("a",), ("b",)] if rank else [("a", "b")]))
@@ -314,7 +320,8 @@ def one_more(rank: int, ranks: int) -> str:
         (other_names, ["parameter 0", "rank 0: 'b'", "'a'"]),
         (other_order, ["parameter 0", "rank 0: 'b'", "'a'"]),
         (other_shapes, ["parameter 0", "rank 0: 'a' of shape (6, 3)", "rank 1: 'a' of shape (4, 3)"]),
-        (other_settings, ["parameter 0", "lr=0.1", "lr=0.2"]),
+        (other_settings, ["disagree on lr of the group of 'a'. rank 0: 0.1; rank 1: 0.2"]),
+        (other_groups, ["parameter 1", "rank 0: 'b' of", "rows; rank 1: 'b' of", "rows, first of a parameter group"]),
         (other_buckets, ["on buckets", "[('a', 'b')]", "[('a',), ('b',)]"]),
         (other_variant, ["on variant", "packing='region'", "packing='parameter'"]),
         (one_more, ["'b'", "nothing"]),
@@ -461,3 +468,13 @@ def test_a_parameter_without_elements_is_refused_by_name(shape):
 def test_a_process_group_of_another_type_is_refused():
     with pytest.raises(TypeError, match="process_group is 'x': give a process group, or None"):
         DistMuon([("a", nn.Parameter(torch.zeros(4, 4)))], process_group="x")
+
+
+def test_what_is_given_whole_says_what_to_give():
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(TypeError, match=r"params is a module: give its matrices, as split_parameters\(model\)\.muon"):
+        DistMuon(model)
+    with pytest.raises(TypeError, match=r"params is a Split: give its \.muon"):
+        DistMuon(split_parameters(model))
+    with pytest.raises(TypeError, match="model is a generator: give the module whose parameters to split"):
+        split_parameters(model.parameters())

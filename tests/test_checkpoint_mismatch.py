@@ -115,10 +115,14 @@ def test_what_was_not_saved_is_named(pool, tmp_path):
 
 def wrong_on_one(rank: int, ranks: int, folder: Path) -> list[str]:
     model, optimizer = of_muon(None)
+    _, of_another_model = of_muon(None)
+    schedulers = [LambdaLR(optimizer, lambda step: 0.1)]
     messages = []
     for call in (
         lambda: checkpoint.save(folder, model, optimizer if rank else [model]),
         lambda: checkpoint.load(checkpoint.latest(folder), model, optimizer),
+        lambda: checkpoint.save(folder, model, of_another_model),
+        lambda: checkpoint.save(folder, model, optimizer, scheduler=schedulers if rank else schedulers[0]),
     ):
         with pytest.raises((TypeError, ValueError)) as caught:
             call()
@@ -126,10 +130,12 @@ def wrong_on_one(rank: int, ranks: int, folder: Path) -> list[str]:
     return messages
 
 
-def test_what_is_no_optimizer_or_no_checkpoint_is_refused_on_all(pool, tmp_path):
-    (wrong, none), (told, none_either) = pool.run(2, wrong_on_one, tmp_path / "checkpoint")
+def test_what_does_not_belong_into_a_checkpoint_and_what_is_none_are_refused_on_all(pool, tmp_path):
+    (wrong, none, other, told_of), (told, none_either, _, listed) = pool.run(2, wrong_on_one, tmp_path / "checkpoint")
     assert wrong == "optimizers has a FSDPSequential: give an optimizer, or a list of them" and wrong in told
     assert "there is no checkpoint" in none and none == none_either
+    assert other.startswith("DistMuon has a parameter of shape (12, 5) that the model has not: give the model")
+    assert listed.startswith("scheduler is a list, which has no state_dict") and listed in told_of
 
 
 def wrong_with_plain_tensors(rank: int, ranks: int, folder: Path) -> str:

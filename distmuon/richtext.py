@@ -8,6 +8,8 @@ from typing import SupportsFloat
 
 NBSP = "\N{NO-BREAK SPACE}"
 
+_LEFT = 'style="text-align: left"'
+
 
 def number(value: SupportsFloat) -> str:
     """A number for reading: 1,474 · 1,421.5 · 0.0312 — at most two decimals, three digits below one."""
@@ -22,10 +24,15 @@ def about(value: float) -> str:
     return number(round(value) if abs(value) >= 10 else value)
 
 
+def counted(count: int, one: str, many: str) -> str:
+    """So many of something: 1 matrix, 1,474 matrices."""
+    return f"{count:,} {one if count == 1 else many}"
+
+
 def html_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[bool], caption: str | None = None
 ) -> str:
-    """A table whose ``numeric`` columns are right-aligned.
+    """A table whose ``numeric`` columns are right-aligned, the others left-aligned.
 
     Args:
         header: names of the columns, with units.
@@ -33,14 +40,15 @@ def html_table(
         numeric: for each column whether it holds numbers.
         caption: above the table.
     """
-    kinds = ["number" if is_number else "text" for is_number in numeric]
+    # JupyterLab sets all cells to the right and captions in the middle; only what a cell says itself overrules that.
+    kinds = ['class="number"' if is_number else f'class="text" {_LEFT}' for is_number in numeric]
 
     def row(tag: str, texts: Iterable[str]) -> str:
         pairs = zip(kinds, texts, strict=True)
-        cells = [f'<{tag} class="{kind}">{html.escape(text)}</{tag}>' for kind, text in pairs]
+        cells = [f"<{tag} {kind}>{html.escape(text)}</{tag}>" for kind, text in pairs]
         return f"<tr>{''.join(cells)}</tr>"
 
-    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    title = f"<caption {_LEFT}>{html.escape(caption)}</caption>" if caption else ""
     body = "".join(row("td", texts) for texts in rows)
     return f'<table class="report">{title}<thead>{row("th", header)}</thead><tbody>{body}</tbody></table>'
 

@@ -6,7 +6,6 @@ output heads look like matrices but map between features and words, and norms an
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
@@ -16,6 +15,7 @@ from torch import nn
 
 from distmuon.checks import check_patterns, check_row_blocks
 from distmuon.planning.matrices import RowBlocks, clean_name, matrix_rows, refuse_unmatched
+from distmuon.richtext import counted, html_table
 
 MUON, ADAMW, NEITHER = "Muon", "AdamW", "-"
 
@@ -68,9 +68,10 @@ class RoutingTable:
     def summary(self) -> str:
         """One line: parameters of each optimizer, and the matrices that Muon orthogonalises."""
         count = {to: sum(row.optimizer == to for row in self.rows) for to in (MUON, ADAMW, NEITHER)}
-        frozen = f", {count[NEITHER]} frozen" if count[NEITHER] else ""
-        matrices = sum(row.matrices for row in self.rows)
-        return f"Muon: {count[MUON]} parameters, {matrices} matrices; AdamW: {count[ADAMW]} parameters{frozen}"
+        frozen = f", {count[NEITHER]:,} frozen" if count[NEITHER] else ""
+        muon, adamw = (counted(count[to], "parameter", "parameters") for to in (MUON, ADAMW))
+        matrices = counted(sum(row.matrices for row in self.rows), "matrix", "matrices")
+        return f"Muon: {muon}, {matrices}; AdamW: {adamw}{frozen}"
 
     def __str__(self) -> str:
         header, *cells = self._cells()
@@ -86,11 +87,8 @@ class RoutingTable:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        header, *cells = ([html.escape(cell) for cell in row] for row in self._cells())
-        head = "".join(f"<th>{cell}</th>" for cell in header)
-        body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)
-        caption = html.escape(self.summary)
-        return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        header, *cells = self._cells()
+        return html_table(header, cells, [name == "matrices" for name in header], caption=self.summary)
 
     def _cells(self) -> list[tuple[str, ...]]:
         rows = [
@@ -100,9 +98,9 @@ class RoutingTable:
         return [tuple(field.name for field in fields(Route)), *rows]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Split:
-    """Parameter groups for the two optimizers, and why each parameter is where it is.
+    """Parameter groups for the two optimizers, and why each parameter is where it is. Prints as its table's summary.
 
     Attributes:
         muon: for ``DistMuon``: one group with ``params``, ``param_names`` and ``row_blocks``; empty if it gets nothing.
@@ -113,6 +111,12 @@ class Split:
     muon: list[dict[str, Any]]
     adamw: list[dict[str, Any]]
     table: RoutingTable
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.table.summary}>"
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
 
 
 def split_parameters(

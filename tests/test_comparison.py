@@ -246,8 +246,8 @@ def test_long_names_of_kernels_keep_what_tells_them_apart() -> None:
 
 
 def test_a_comparison_shows_itself_as_a_table(found: Comparison) -> None:
-    assert repr(found) == "<Comparison: B (1 x step on 1 ranks) against A (1 x step on 1 ranks)>"
-    assert '<td class="text">launches</td><td class="number">4</td><td class="number">2</td>' in found._repr_html_()
+    assert repr(found) == "<Comparison: B (1 x step on 1 rank) against A (1 x step on 1 rank)>"
+    assert '>launches</td><td class="number">4</td><td class="number">2</td>' in found._repr_html_()
 
 
 def test_a_comparison_is_read_back_as_it_was_written(found: Comparison, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_the_error_is_the_median_of_the_turns() -> None:
     assert found.error("fused") == pytest.approx(-0.1)
     (row,) = found.table().to_dict("records")
     assert "tiny on 2 CPU ranks that share 2 cores, 3 turns" in found._repr_html_()
-    assert '<td class="text">step</td><td class="number">10</td><td class="number">9</td>' in found._repr_html_()
+    assert '>step</td><td class="number">10</td><td class="number">9</td>' in found._repr_html_()
     assert (row["low"], row["high"]) == pytest.approx((0.8, 3.0))
 
 

@@ -226,6 +226,21 @@ def test_the_tables_of_objects_are_those_of_the_files(executed: Callable[[str], 
     assert tour_plan(run)._repr_html_() in run.html
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("00_tour", tour.Tour), ("02_ablation", ablation.Ablation), ("03_scale", scale_report.Scale)]
+)
+def test_what_a_notebook_found_shows_itself_as_its_key_figures(
+    name: str, kind: type[tour.Tour | ablation.Ablation | scale_report.Scale], executed: Callable[[str], Executed]
+) -> None:
+    run = executed(name)
+    found = kind.read(run.files)
+    shown = re.findall(r"<tr><td[^>]*>(.*?)</td><td[^>]*>(.*?)</td></tr>", found._repr_html_())
+    assert run.run.mark
+    figures = [[label, "n/a" if value is None else number(value)] for label, value in run.run.mark["figures"]]
+    assert [[unescape(label), value] for label, value in shown] == figures
+    assert repr(found).startswith(f"<{kind.__name__}: ")
+
+
 #: What stands for a placeholder in docs/metrics.md; ``<label>`` stands for the labels of a comparison's sides.
 PLACEHOLDERS = {
     "variant": r"\S+",

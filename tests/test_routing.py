@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -169,7 +171,7 @@ def test_frozen_parameters_go_to_neither_unless_asked_for():
     split = split_parameters(model)
     assert split.table["layer.1.weight"].optimizer == "-"
     assert "layer.1.weight" not in split.muon[0]["param_names"]
-    assert split.table.summary == "Muon: 1 parameters, 1 matrices; AdamW: 5 parameters, 2 frozen"
+    assert split.table.summary == "Muon: 1 parameter, 1 matrix; AdamW: 5 parameters, 2 frozen"
     assert routes(model, muon=["layer.1.weight"])["layer.1.weight"] == "Muon"
 
 
@@ -276,5 +278,15 @@ def test_table_is_html_in_a_notebook_and_escapes_names():
     model = Decoder()
     model.add_module("a<b", nn.Linear(8, 16, bias=False))
     page = split_parameters(model).table._repr_html_()
-    assert "<td>a&lt;b.weight</td><td>16 x 8</td><td>1</td><td>Muon</td><td>linear layer</td>" in page
+    cells = re.findall(r"<td ([^>]*)>([^<]*)</td>", page)
+    assert [text for _, text in cells[-5:]] == ["a&lt;b.weight", "16 x 8", "1", "Muon", "linear layer"]
+    assert [kind.split()[0] for kind, _ in cells[-5:]] == [
+        f'class="{kind}"' for kind in ["text", "text", "number", "text", "text"]
+    ]
     assert page.count("<tr>") == 1 + len(list(model.named_parameters()))
+
+
+def test_a_split_shows_itself_without_its_tensors():
+    split = split_parameters(Decoder())
+    assert repr(split) == f"<Split: {split.table.summary}>"
+    assert split._repr_html_() == split.table._repr_html_()

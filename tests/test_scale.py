@@ -14,7 +14,8 @@ from distmuon.buffers import peak_bytes
 from distmuon.counting.launches import count_launches
 from distmuon.modelling import Assumptions
 from distmuon.profiling.memory import peak_rss_bytes, torch_rss_bytes
-from distmuon.studies.scale import Job, curve, growth, plan_each, plan_job
+from distmuon.richtext import number
+from distmuon.studies.scale import Job, curve, growth, plan_each, plan_job, shown
 from distmuon.workloads.storage import plan_for
 
 ROOT = Path(__file__).parents[1]
@@ -63,12 +64,22 @@ def test_figures_are_those_of_the_plans_of_all_ranks():
     assert found["buffer_bytes"] == peak_bytes(plan_for("kimi-debug", rank=3))
 
 
+def test_a_planned_job_shows_itself_as_its_modelled_step():
+    planned = plan_job(Job("tiny", 8, 4, rank=3))
+    assert repr(planned).startswith("<Planned: tiny on 8 ranks (EP 4), rank 3 planned in ")
+    step = f'<td class="number">{number(planned.row()["step_ms"])}</td>'
+    assert planned._repr_html_().count("<tr>") == 2
+    assert step in planned._repr_html_()
+
+
 def test_what_is_left_at_the_end_is_nothing_below_a_microsecond():
     """Some ranks are done a fraction of a launch before others, which no assumption is exact to."""
     slow, fast = (plan_job(Job("tiny", 8, 4, assumptions=Assumptions(launch_us=each))) for each in (50.0, 0.5))
     assert 0 < 1e3 * fast.replay.idle_s.mean() < 5e-4
-    assert fast.row()["idle_ms"] == 0
-    assert slow.row()["idle_ms"] == pytest.approx(1e3 * slow.replay.idle_s.mean(), abs=5e-4) != 0
+    assert fast.row()["idle_ms"] == 1e3 * fast.replay.idle_s.mean()
+    assert shown(fast.row())["idle_ms"] == 0
+    assert shown(slow.row())["idle_ms"] == pytest.approx(1e3 * slow.replay.idle_s.mean(), abs=5e-4) != 0
+    assert fast._repr_html_().endswith('<td class="number">0</td></tr></tbody></table>')
 
 
 def test_the_table_says_what_was_assumed():

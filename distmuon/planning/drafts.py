@@ -113,7 +113,8 @@ def spread_by_shape(
         if draft.storage or whole[number]:
             spread.append(replace(draft, whole=tuple(whole[number]), free=free))
     for number, chunk in enumerate(own):  # between the others, whose exchanges they hide
-        name = f"{parameters[chunk[0]].name.replace('/', '.')} +{len(chunk) - 1}"
+        more = f" +{len(chunk) - 1}" if len(chunk) > 1 else ""
+        name = f"{parameters[chunk[0]].name.replace('/', '.')}{more}"
         spread.insert(min(2 * number + 1, len(spread)), Draft(name, None, (), (), tuple(chunk)))
     return spread
 

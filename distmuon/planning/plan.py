@@ -21,7 +21,7 @@ from distmuon.planning.placement import ParameterSpec, ranks_of
 from distmuon.planning.runs import ROWS
 from distmuon.planning.schedule import Piece, Stage
 from distmuon.planning.sharing import settled
-from distmuon.richtext import Shown
+from distmuon.richtext import Shown, counted
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,11 +124,12 @@ class Plan(Shown):
         }
 
     def _line(self) -> str:
-        batches = [batch for stage in self.stages for batch in stage.batches]
+        matrices = sum(batch.matrices for stage in self.stages for batch in stage.batches)
         return (
-            f"rank {self.rank} of {len(self.ranks())}, {self.options.variant.name}: {len(self.parameters)} parameters "
-            f"in {len(self.stages)} buckets, {sum(batch.matrices for batch in batches)} matrices to orthogonalise, "
-            f"{self._sent_bytes(self.stages):,} bytes to send"
+            f"rank {self.rank} of {len(self.ranks())}, {self.options.variant.name}: "
+            f"{counted(len(self.parameters), 'parameter', 'parameters')} in "
+            f"{counted(len(self.stages), 'bucket', 'buckets')}, {counted(matrices, 'matrix', 'matrices')} to "
+            f"orthogonalise, {self._sent_bytes(self.stages):,} bytes to send"
         )
 
     def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:

@@ -19,7 +19,7 @@ from distmuon.counting.rules import Activity
 from distmuon.profiling.host import HostSide
 from distmuon.profiling.noise import Change, paired_change
 from distmuon.profiling.results import Run
-from distmuon.richtext import NBSP
+from distmuon.richtext import NBSP, Shown
 from distmuon.studies.profile_tables import SOURCE_GROUPS, change_of
 from distmuon.workloads.storage import plan_for
 
@@ -35,9 +35,9 @@ BRIEFLY = {
 COUNTED = ("async_copies", "launches", "collectives", "wire_bytes")
 
 
-@dataclass(frozen=True)
-class Ablation:
-    """A ladder of contestants, and what was found of each.
+@dataclass(frozen=True, repr=False)
+class Ablation(Shown):
+    """A ladder of contestants, and what was found of each. Prints as its key figures.
 
     Attributes:
         counts: by contestant, in the order of the ladder.
@@ -61,6 +61,12 @@ class Ablation:
         for others in ([each.contestant for each in self.host], self.run.variants):
             if others != ladder:
                 raise ValueError(f"an ablation of {ladder} can't take figures of {others}")
+
+    def _line(self) -> str:
+        return f"{len(self.counts)} contestants, {self.labels[0]} to {self.labels[-1]}"
+
+    def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
+        return ("figure", "value"), list(key_figures(self).items())
 
     @property
     def labels(self) -> list[str]:

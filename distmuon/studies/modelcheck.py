@@ -42,7 +42,7 @@ from distmuon.planning.totals import step_totals
 from distmuon.profiling.events import merge_ranks, rank_events, sent_bytes, step_range
 from distmuon.profiling.launch import launch, run_as_rank
 from distmuon.profiling.session import Recorder, Settings
-from distmuon.richtext import Shown
+from distmuon.richtext import Shown, counted
 from distmuon.traces.trace import Trace
 from distmuon.workloads import get_workload
 from distmuon.workloads.storage import get_buckets, muon_parameters
@@ -82,7 +82,8 @@ class Check(Shown):
 
     def _line(self) -> str:
         asked = self.settings
-        return f"{asked.workload} on {asked.ranks} CPU ranks that share {self.cores} cores, {asked.steps} turns"
+        cores, turns = counted(self.cores, "core", "cores"), counted(asked.steps, "turn", "turns")
+        return f"{asked.workload} on {asked.ranks} CPU ranks that share {cores}, {turns}"
 
     def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
         columns = ["variant", "part", "measured_ms", "modelled_ms"]

@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.pool import Pool
@@ -25,9 +25,22 @@ from distmuon.planning.options import Patterns, PlanOptions
 from distmuon.planning.plan import Plan, plan_step
 from distmuon.planning.totals import StepTotals, step_totals
 from distmuon.profiling.memory import peak_rss_bytes, torch_rss_bytes
+from distmuon.richtext import Shown
 from distmuon.variants import Variant, get_variant
 from distmuon.workloads.config import Workload, get_workload
 from distmuon.workloads.storage import get_buckets, muon_parameters
+
+#: What a reader calls the figures of :meth:`Planned.row`.
+LABELS = {
+    "exchanges": "exchanges",
+    "sent_mib": "sent a rank (MiB)",
+    "gemm_tflop": "GEMM TFLOP a rank",
+    "buffer_mib": "peak buffers (MiB)",
+    "step_ms": "step (ms)",
+    "busy_ms": "busy (ms)",
+    "exposed_ms": "exposed exchange (ms)",
+    "idle_ms": "idle at the end (ms)",
+}
 
 
 @dataclass(frozen=True)
@@ -73,15 +86,20 @@ class Job:
         return get_workload(self.workload)
 
     @property
+    def title(self) -> str:
+        """What is planned, in a few words."""
+        return f"{self.model.name} on {self.ranks:,} ranks (EP {self.ep})"
+
+    @property
     def options(self) -> PlanOptions:
         """For planning."""
         variant, buckets = get_variant(self.variant), get_buckets(self.model, self.buckets)
         return PlanOptions(buckets, variant, share_replicas=self.share_replicas)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A job that was planned.
+@dataclass(frozen=True, repr=False)
+class Planned(Shown):
+    """A job that was planned. Prints as its modelled step.
 
     Attributes:
         job: what was asked for.
@@ -102,6 +120,15 @@ class Planned:
     loads: list[StageLoad]
     replay: Replay
     peak_rss_bytes: int
+
+    def _line(self) -> str:
+        return (
+            f"{self.job.title}, rank {self.job.rank} planned in {self.plan_seconds:.2f} s; modelled, means over ranks"
+        )
+
+    def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
+        row = shown(self.row())
+        return list(LABELS.values()), [[row[name] for name in LABELS]]
 
     def to_dict(self, torch_rss_bytes: int) -> dict[str, Any]:
         """What the script prints.
@@ -137,10 +164,7 @@ class Planned:
         }
 
     def row(self) -> dict[str, Any]:
-        """For a table of jobs: means over ranks in ms of what a step is spent on, and what else differs.
-
-        What is left at the end is in whole microseconds: nothing that is assumed is finer.
-        """
+        """For a table of jobs: means over ranks in ms of what a step is spent on, and what else differs."""
         replayed = self.replay
         return {
             "ranks": self.job.ranks,
@@ -151,8 +175,13 @@ class Planned:
             "step_ms": 1e3 * replayed.step_s,
             "busy_ms": 1e3 * float(replayed.busy_s.mean()),
             "exposed_ms": 1e3 * float(replayed.exposed_s.mean()),
-            "idle_ms": round(1e3 * float(replayed.idle_s.mean()), 3),
+            "idle_ms": 1e3 * float(replayed.idle_s.mean()),
         }
+
+
+def shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of :meth:`Planned.row` as a reader gets it: idle time in whole microseconds, as no assumption is finer."""
+    return {**row, "idle_ms": round(row["idle_ms"], 3)}
 
 
 def plan_job(job: Job) -> Planned:

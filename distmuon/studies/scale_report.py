@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from distmuon.modelling import Assumptions
-from distmuon.richtext import about
+from distmuon.richtext import Shown, about
 from distmuon.studies.modelcheck import Check, read_check
-from distmuon.studies.scale import Job, Planned, curve, growth, plan_each, plan_rows
+from distmuon.studies.scale import LABELS, Job, Planned, curve, growth, plan_each, plan_rows, shown
 
 #: A smaller bucket is advised where its modelled step is no longer than the shortest by more than this.
 TOLERANCE = 0.02
@@ -23,9 +23,9 @@ SHARED, REPEATED = "shared", "repeated"
 CHOSEN = "chosen"
 
 
-@dataclass(frozen=True)
-class Scale:
-    """What the report is made of.
+@dataclass(frozen=True, repr=False)
+class Scale(Shown):
+    """What the report is made of. Prints as its key figures.
 
     Attributes:
         job: that is planned.
@@ -42,6 +42,12 @@ class Scale:
     shared: pd.DataFrame
     buckets: pd.DataFrame
     check: Check
+
+    def _line(self) -> str:
+        return self.job.title
+
+    def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
+        return ("figure", "value"), list(key_figures(self).items())
 
     def write(self) -> None:
         """Write ``job.json`` and a parquet file a frame beside the files of the check."""
@@ -135,20 +141,9 @@ def bucket_sizes(job: Job, layers: Sequence[int]) -> pd.DataFrame:
 
 
 def display(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of jobs with the columns that a reader wants, labelled."""
-    labels = {
-        "bucket": "a bucket",
-        "ranks": "ranks",
-        "replicas": "work of replicas",
-        "exchanges": "exchanges",
-        "sent_mib": "sent a rank (MiB)",
-        "gemm_tflop": "GEMM TFLOP a rank",
-        "buffer_mib": "peak buffers (MiB)",
-        "step_ms": "step (ms)",
-        "busy_ms": "busy (ms)",
-        "exposed_ms": "exposed exchange (ms)",
-        "idle_ms": "idle at the end (ms)",
-    }
+    """Rows of jobs with the columns that a reader wants, labelled; idle time in whole microseconds."""
+    labels = {"bucket": "a bucket", "ranks": "ranks", "replicas": "work of replicas", **LABELS}
+    rows = pd.DataFrame([shown(row) for row in rows.to_dict("records")])
     return rows[[name for name in labels if name in rows]].rename(columns=labels)
 
 
@@ -211,9 +206,8 @@ def bucket_advice(job: Job, rows: pd.DataFrame) -> str:
     """Which size of bucket to take, and what the slowest other would cost."""
     best = best_bucket(rows)
     worst = rows[rows["bucket"] != best["bucket"]].sort_values("step_ms").iloc[-1]
-    where = f"For {job.model.name} on {job.ranks:,} ranks (EP {job.ep})"
     return (
-        f"{where} take {_bucket(best)}: a modelled step of {best['step_ms']:,.1f} ms, of which a rank waits "
+        f"For {job.title} take {_bucket(best)}: a modelled step of {best['step_ms']:,.1f} ms, of which a rank waits "
         f"{best['exposed_ms']:,.1f} ms for exchanges, with {about(best['buffer_mib'])} MiB of buffers; with "
         f"{_bucket(worst)} it is {worst['step_ms']:,.1f} ms and {worst['exposed_ms']:,.1f} ms of waiting, with "
         f"{about(worst['buffer_mib'])} MiB."

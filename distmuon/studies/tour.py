@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from distmuon.profiling.results import COUNTED, Run
 from distmuon.profiling.run import profile
 from distmuon.profiling.session import Settings
 from distmuon.profiling.sweep import sweep_copies
+from distmuon.richtext import Shown, counted
 from distmuon.studies.whereabouts import ownership_finding, travelling_share
 
 #: How to write the columns of :func:`sweep_table` that are not plain numbers.
@@ -51,7 +53,7 @@ def sweep_finding(sweep: pd.DataFrame) -> str:
     return (
         f"A `copy_` of {most['region_bytes']:,} bytes takes {single:.2f} µs here, nearly all of it the call itself. "
         f"One batched copy of {most['regions']} such regions takes {batched:.2f} µs a region, and on a GPU it is "
-        f"{_launches(most['batched_launches'])} instead of {most['single_launches']:,}."
+        f"{counted(most['batched_launches'], 'launch', 'launches')} instead of {most['single_launches']:,}."
     )
 
 
@@ -63,9 +65,9 @@ def record(settings: Settings, out: Path | str | None = None) -> Run:
     return run
 
 
-@dataclass(frozen=True)
-class Tour:
-    """What the tour found.
+@dataclass(frozen=True, repr=False)
+class Tour(Shown):
+    """What the tour found. Prints as its key figures.
 
     Attributes:
         regions: of all matrices, as of :func:`distmuon.studies.whereabouts.regions_table`.
@@ -76,6 +78,12 @@ class Tour:
     regions: pd.DataFrame
     sweep: pd.DataFrame
     run: Run
+
+    def _line(self) -> str:
+        return self.run._line()
+
+    def _table(self) -> tuple[Sequence[str], list[Sequence[object]]]:
+        return ("figure", "value"), list(key_figures(self).items())
 
     def write(self) -> None:
         """Write ``regions.parquet`` and ``sweep.parquet`` beside the profile of the step."""
@@ -127,7 +135,3 @@ def _smallest_copies(sweep: pd.DataFrame) -> pd.Series:
 def _span_ms(run: Run) -> float:
     """Of a step on the host: the median over ranks and recorded steps, one of which may have met a busy machine."""
     return float(run.steps()["cpu_span_ms"].median())
-
-
-def _launches(count: int) -> str:
-    return "1 launch" if count == 1 else f"{count:,} launches"

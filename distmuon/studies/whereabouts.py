@@ -14,7 +14,7 @@ from distmuon.planning.assignment import group_matrices
 from distmuon.planning.matrices import Matrix
 from distmuon.planning.plan import Plan, plan_step
 from distmuon.planning.runs import regions
-from distmuon.richtext import NBSP
+from distmuon.richtext import NBSP, counted
 from distmuon.studies.style import WIDTH
 
 # Rank by rank, from dark to light and back, so that neighbours differ in grey as well; with the ink to write on them.
@@ -98,8 +98,8 @@ def regions_finding(table: pd.DataFrame, name: str) -> str:
     matrices = rows["matrix"].nunique()
     away = rows[rows["rank"] != rows["owner"]]
     held = (
-        f"{name} is {_several(matrices, 'matrix', 'matrices')}, held in {_several(len(rows), 'region', 'regions')} by "
-        f"{_several(rows['rank'].nunique(), 'rank', 'ranks')}"
+        f"{name} is {counted(matrices, 'matrix', 'matrices')}, held in {counted(len(rows), 'region', 'regions')} by "
+        f"{counted(rows['rank'].nunique(), 'rank', 'ranks')}"
     )
     if away.empty:
         return f"{held}. Each lies on the rank that orthogonalises its matrix, so nothing travels."
@@ -187,7 +187,3 @@ def _matrices(plan: Plan, index: int) -> Iterator[Matrix]:
     for batch in range(spec.shape[0] if len(spec.shape) == 3 else 1):
         for row, rows in zip(spec.matrix_starts, spec.matrix_rows, strict=True):
             yield Matrix(index, batch, row, rows, spec.cols)
-
-
-def _several(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"

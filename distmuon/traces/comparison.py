@@ -22,7 +22,7 @@ from typing import Any
 
 import pandas as pd
 
-from distmuon.richtext import Shown
+from distmuon.richtext import Shown, counted
 from distmuon.traces.intervals import length_us, union
 from distmuon.traces.ranks import RankTraces
 from distmuon.traces.trace import HOST_COPIES, Event, Trace
@@ -97,7 +97,8 @@ class Comparison(Shown):
 
     def _line(self) -> str:
         a, b = (
-            f"{side.label} ({len(side.occurrences) / side.ranks:g} x {side.range_name} on {side.ranks} ranks)"
+            f"{side.label} ({len(side.occurrences) / side.ranks:g} x {side.range_name} on "
+            f"{counted(side.ranks, 'rank', 'ranks')})"
             for side in self.sides
         )
         return f"{b} against {a}"

@@ -81,7 +81,7 @@ site: $(INSTALLED)
 	$(BIN)/python scripts/build_site.py
 
 lab: $(INSTALLED)
-	$(BIN)/jupyter lab notebooks/00_tour.ipynb
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/00_tour.ipynb
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(CODE)

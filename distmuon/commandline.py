@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -26,8 +27,13 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # argparse's own is overloaded by the namespace's class
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse, or exit with code 2 and say which known option is nearest to an unknown one."""
+        """Parse, or exit with code 2 and say which option is nearest to an unknown one, or which is given twice."""
+        args = sys.argv[1:] if args is None else args
         parsed, unknown = self.parse_known_args(args, namespace)
+        for option, times in Counter(text.partition("=")[0] for text in args).items():
+            action = self._option_string_actions.get(option)
+            if times > 1 and isinstance(action, argparse._StoreAction):
+                self.error(f"{option} is given {times} times: give it once")
         for option in (text.partition("=")[0] for text in unknown if text.startswith("-")):
             try:
                 choose("option", option, self._option_string_actions)

@@ -18,6 +18,7 @@ if ! "$python" -c 'import torch'; then
 fi
 code=0
 "$python" scripts/gpu_check.py --out "$folder/check" "${@:2}" || code=$?
+[ $code -ne 2 ] || exit 2 # a mistake in the request
 
 if [ "$("$python" -c 'import torch; print(torch.cuda.device_count())')" -lt 4 ]; then
     echo "the published profile as it is: n/a, it needs four GPUs"

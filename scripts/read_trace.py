@@ -69,7 +69,7 @@ def read(arguments: argparse.Namespace) -> None:
             {
                 "trace": trace.path.name,
                 "range": arguments.range,
-                "occurrences": [each.to_dict() for each in trace.occurrences(arguments.range)],
+                "occurrences": occurrences(trace, arguments.range),
             }
             for trace in traces
         ]
@@ -88,6 +88,15 @@ def read(arguments: argparse.Namespace) -> None:
     else:
         print("\n\n".join(f"{each['trace']}  {each.get('range', rows)}\n{table(each[rows])}" for each in found))
     note_what_is_missing(traces, arguments.range)
+
+
+def occurrences(trace: Trace, range_name: str) -> list[dict[str, Any]]:
+    """What each occurrence did; with its own name where a pattern matches several ranges, which may lie in another."""
+    names = [event.name for event in trace.ranges(range_name)]
+    found = [each.to_dict() for each in trace.occurrences(range_name)]
+    if len(set(names)) == 1:
+        return found
+    return [{"range": name} | each for name, each in zip(names, found, strict=True)]
 
 
 def show_side_by_side(arguments: argparse.Namespace) -> None:

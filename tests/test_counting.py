@@ -264,6 +264,7 @@ def test_the_script_turns_switches_of_a_variant():
         (["--ns-algorithm", "copyfree"], "unknown ns_algorithm 'copyfree'; did you mean 'copy_free'?"),
         (["--workload", "kimi"], "unknown workload 'kimi'; did you mean 'kimi-k2'?"),
         (["--varaint", "baseline"], "unknown option '--varaint'; did you mean '--variant'?"),
+        (["--variant", "baseline", "--variant", "fused"], "--variant is given 2 times: give it once"),
         (["--ranks", "4", "--ep", "3"], "ranks=4 is not divisible by ep=3"),
     ],
 )

@@ -48,6 +48,16 @@ def test_without_a_range_it_lists_those_there_are(call: Call, tmp_path: Path) ->
     assert [line.split() for line in call(path)[1].splitlines()[2:]] == [["step", "2"], ["other", "1"]]
 
 
+def test_occurrences_of_several_ranges_say_which_they_are_of(call: Call, tmp_path: Path) -> None:
+    path = write(tmp_path, [*STEP, event("user_annotation", "other", 200, 5)])
+    found = json.loads(call(path, "--range", "*e*", "--format", "json")[1])["occurrences"]
+    assert [each["range"] for each in found] == ["step", "other"]
+    assert {name: value for name, value in found[0].items() if name != "range"} == FIGURES
+    assert call(path, "--range", "*e*")[1].splitlines()[1].split()[0] == "range"
+    (alone,) = json.loads(call(path, "--range", "st*", "--format", "json")[1])["occurrences"]
+    assert alone == FIGURES
+
+
 def test_what_cannot_be_told_is_not_available_and_null_in_json(call: Call, tmp_path: Path) -> None:
     path = write(tmp_path, [event("user_annotation", "step", 0, 100), event("cpu_op", "aten::mm", 1, 2)])
     row = call(path, "--range", "step")[1].splitlines()[-1]

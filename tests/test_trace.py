@@ -180,7 +180,7 @@ def test_an_id_that_two_processes_used_leaves_both_without_device_figures(tmp_pa
 
 
 def test_an_unknown_range_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="unknown range 'stop'; did you mean 'step'"):
+    with pytest.raises(TraceError, match="no range 'stop' among 1; did you mean 'step'"):
         Trace(write(tmp_path, STEP)).ranges("stop")
 
 

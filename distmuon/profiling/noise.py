@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from distmuon.richtext import counted
+
 CONFIDENCE = 0.95
 
 
@@ -29,21 +31,22 @@ class Change:
     pairs: int
 
     def __str__(self) -> str:
-        interval = f"{self.confidence:.0%} interval {self.low:+z.1%} to {self.high:+z.1%}"
-        return f"{self.verdict} ({self.median:+z.1%} in the median of {self.pairs} pairs, {interval})"
+        pairs, reach = counted(self.pairs, "pair", "pairs"), f"{self.low:+z.1%} to {self.high:+z.1%}"
+        interval = reach if self.too_few else f"{self.confidence:.0%} interval {reach}"
+        return f"{self.verdict} ({self.median:+z.1%} in the median of {pairs}, {interval})"
 
     @property
-    def within_noise(self) -> bool:
-        """Whether the interval holds "no change"."""
-        return self.low <= 0 <= self.high
+    def too_few(self) -> bool:
+        """Whether the pairs are too few for any verdict, as no interval of theirs covers the median well enough."""
+        return self.confidence < CONFIDENCE
 
     @property
     def verdict(self) -> str:
         """In words."""
-        if self.within_noise:
-            return "unchanged within noise"
-        if self.confidence < CONFIDENCE:
+        if self.too_few:
             return "too few pairs to tell"
+        if self.low <= 0 <= self.high:
+            return "unchanged within noise"
         return "shorter" if self.median < 0 else "longer"
 
     def to_dict(self) -> dict[str, object]:

@@ -344,7 +344,7 @@ def _steps_sentence(found: Ablation) -> str:
     known = {label: change for label, change in changes.items() if change}
     moved = {label: change for label, change in known.items() if not _uncertain(change)}
     step = f"The step of {settings['workload']} on {settings['ranks']} {settings['device'].upper()} ranks"
-    if any(not change.within_noise for change in known.values() if _uncertain(change)):
+    if any(change.too_few for change in known.values()):
         return f"{step} was timed too few times to tell its changes from noise."
     if not moved:
         return f"{step} takes as long as {first}'s at every switch, within noise."

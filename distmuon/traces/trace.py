@@ -7,6 +7,7 @@ device activity (a CPU run) device figures are None, never 0.
 
 from __future__ import annotations
 
+import difflib
 import gc
 import math
 import re
@@ -20,7 +21,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from distmuon.names import choose
 from distmuon.traces.intervals import parts_us, union
 from distmuon.traces.tracefile import TraceError, base_ns_of, rank_of, read_document
 from distmuon.traces.work import Work, own_times, tally
@@ -226,10 +226,11 @@ class Trace:
             return found
         matching = [name] if name in names else [each for each in names if fnmatchcase(each, name)]
         if not matching:
-            try:
-                choose("range", name, names)
-            except ValueError as error:
-                raise TraceError(f"{self.path}: {error}") from None
+            nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+            raise TraceError(
+                f"{self.path}: no range {name!r} among {len(names)}; did you mean {nearest!r}? Without a range all are "
+                "listed"
+            )
         return [event for event in self.annotations if event.name in matching]
 
     def launched_in(self, event: Event) -> list[Activity]:

@@ -11,7 +11,8 @@
 set -euo pipefail
 
 ranks_per_node=${RANKS_PER_NODE:-4}
-first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first_host=${hosts%%$'\n'*}
 
 # One rank that fails ends its launcher, and with it every other.
 srun --kill-on-bad-exit=1 "${PYTHON:-.venv/bin/python}" -m torch.distributed.run \

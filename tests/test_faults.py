@@ -141,7 +141,7 @@ def given(rank: int, ranks: int, what: str) -> str:
     ("what", "said"),
     [
         ("order", ["parameter 0 there", "ranks 0, 1: 'a' of shape (12, 8)", "rank 2: 'c' of shape (12, 8)"]),
-        ("settings", ["parameter 2 there", "momentum=0.9", "momentum=0.5"]),
+        ("settings", ["disagree on momentum of the group of 'c'", "ranks 0, 1: 0.9; rank 2: 0.5"]),
         ("buckets", ["disagree on buckets", "ranks 0, 1: [('a', 'b'), ('c',)]; rank 2: [('a',), ('b', 'c')]"]),
     ],
 )

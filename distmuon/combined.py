@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from distmuon.agreement import refuse
+from distmuon.agreement import Claims, agree, host_group, refuse
 from distmuon.optimizer import DistMuon
 from distmuon.planning.matrices import RowBlocks
 from distmuon.routing import RoutingTable, Split, split_parameters
@@ -63,7 +64,10 @@ def muon_with_adamw(
             _make_state(rest)
     except Exception as error:  # DistMuon, where ranks agree on errors, comes last
         refuse(error)
-    return MuonWithAdamW(DistMuon(split.muon, **of_muon), rest, split)
+    optimizer = DistMuon(split.muon, **of_muon)
+    if group := host_group():
+        agree(_claims(rest) if rest else {}, None, group)
+    return MuonWithAdamW(optimizer, rest, split)
 
 
 class MuonWithAdamW(Optimizer):
@@ -202,6 +206,16 @@ def _refuse_other_shapes(adamw: AdamW, groups: Sequence[dict[str, Any]], states:
                 if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
                     shapes = f"{tuple(value.shape)}, but the parameter has {tuple(parameter.shape)}"
                     raise ValueError(f"{what} of parameter {name!r} in the state dict has shape {shapes}")
+
+
+def _claims(adamw: AdamW) -> Claims:
+    """The settings, which the ranks that share a parameter must share, as DistMuon's."""
+    (group,) = adamw.param_groups
+    settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    # Shown in full: of a tensor repr gives four digits.
+    items = [(f"{name} of AdamW", repr(v.item() if isinstance(v, Tensor) else v)) for name, v in settings.items()]
+    meshes = [parameter.device_mesh.mesh for parameter in group["params"] if isinstance(parameter, DTensor)]
+    return {tuple(mesh.flatten().tolist()): items for mesh in meshes}
 
 
 def _make_state(adamw: AdamW) -> None:

@@ -1,14 +1,22 @@
-"""What all tests share: the pool of ranks, and the executed notebooks."""
+"""What all tests share: the pool of ranks, the executed notebooks, and the page of one made to show everything."""
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 from executed import Executed, execute_small
+from pages import write_notebook
 from pool import Pool
+from sample import SAMPLE
+
+from distmuon.reporting.execution import Run, execute
+from distmuon.reporting.rendering import render
+from distmuon.reporting.request import Request
 
 # Ranks look up the names of their peers, also of those on this machine. Where the name server does not answer, each
 # waits a second for it, not ten.
@@ -35,3 +43,21 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Execut
         return found
 
     return complete
+
+
+@pytest.fixture(scope="session")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str]:
+    """A complete run of the sample notebook with its page, and what was shown while it ran."""
+    folder = tmp_path_factory.mktemp("sample")
+    notebook = write_notebook(folder / "sample.ipynb", SAMPLE)
+    shown = io.StringIO()
+    given = {"workload": "12e3", "variants": "baseline, fused"}
+    run = execute(Request.of(notebook, given), folder / "run", command="make sample", progress=shown)
+    render(run.notebook)
+    return run, shown.getvalue()
+
+
+@pytest.fixture(scope="session")
+def page(sample: tuple[Run, str]) -> Path:
+    """The page of that run."""
+    return sample[0].notebook.with_suffix(".html")

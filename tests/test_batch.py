@@ -136,6 +136,12 @@ def test_a_mistake_in_a_grid_is_refused_by_name(tmp_path: Path, text: str) -> No
         read_grid(write_grid(tmp_path, text))
 
 
+def test_a_grid_of_a_notebook_that_is_not_there_is_told_where_it_is_looked_for(tmp_path: Path) -> None:
+    grid = write_grid(tmp_path, "notebook: notebooks/squares.ipynb")
+    with pytest.raises(FileNotFoundError, match="its path is relative to the grid's folder"):
+        read_grid(grid)
+
+
 def test_a_mistake_starts_nothing(tmp_path: Path) -> None:
     grid = write_grid(tmp_path, BLOCK + "grid: {number: [1, 2, -1]}")
     assert call("run_batch", grid, "--runs", tmp_path / "runs").code == 2

@@ -108,3 +108,16 @@ def test_what_one_rank_finds_wrong_is_refused_on_all(pool, arguments, kind, said
     assert said in results[1][1]
     told = f"rank 1 could not set up DistMuon, so no rank can: {kind}: {results[1][1]}"
     assert results[0] == results[2] == ("ValueError", told)
+
+
+def set_up(rank: int, ranks: int) -> str:
+    try:
+        muon_with_adamw(decoder(ranks), adamw_options={"betas": (0.9, 0.95 if rank == 1 else 0.999)})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_give_adamw_other_settings_are_told(pool):
+    said = "the ranks of mesh (0, 1, 2) disagree on betas of AdamW. ranks 0, 2: (0.9, 0.999); rank 1: (0.9, 0.95)"
+    assert pool.run(3, set_up) == [said] * 3

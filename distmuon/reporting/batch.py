@@ -176,5 +176,8 @@ def _read_block(path: Path, block: object) -> Iterator[Request]:
             raise ValueError(f"{path}: grid entry {name!r} needs a list of values to try, not {values!r}")
         if name in fixed:
             raise ValueError(f"{path}: {name!r} is under parameters and under grid: leave one out")
+    notebook = path.parent / block["notebook"]
+    if not notebook.is_file():
+        raise FileNotFoundError(f"{path}: there is no notebook {notebook}: its path is relative to the grid's folder")
     for point in itertools.product(*grid.values()):
-        yield Request.of(path.parent / block["notebook"], fixed | dict(zip(grid, point, strict=True)))
+        yield Request.of(notebook, fixed | dict(zip(grid, point, strict=True)))

@@ -8,6 +8,7 @@ rounding.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -127,7 +128,11 @@ class Trainer:
         return StepRecord(step, loss, grad_norm)
 
     def forward_backward(self, step: int) -> float:
-        """Add the gradients of that global batch; the mean loss over all its tokens, equal on all ranks."""
+        """Add the gradients of that global batch; the mean loss over all its tokens, equal on all ranks.
+
+        Raises:
+            FloatingPointError: the loss is infinite or NaN; on all ranks.
+        """
         inputs, targets = self.text.batch(step, self._mine, self.sequences, self.tokens)
         logits = self.model(inputs.to(self.device))
         total = F.cross_entropy(logits.flatten(0, 1), targets.to(self.device).flatten(), reduction="sum")
@@ -136,11 +141,15 @@ class Trainer:
         mean = loss.detach()
         if self._ranks > 1:
             dist.all_reduce(mean)
-        return mean.item()
+        return _finite(f"the loss of step {step}", mean.item())
 
     def clip(self) -> float:
-        """Clip the gradients; their norm before, over all ranks."""
-        return clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM).item()
+        """Clip the gradients; their norm before, over all ranks.
+
+        Raises:
+            FloatingPointError: it is infinite or NaN; on all ranks.
+        """
+        return _finite("the norm of the gradients", clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM).item())
 
     def optimizer_step(self) -> None:
         """Step both optimizers and drop the gradients."""
@@ -156,3 +165,9 @@ class Trainer:
             digest.update(name.encode())
             digest.update(local.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+
+def _finite(what: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise FloatingPointError(f"{what} is {value}: the training has diverged, take a smaller learning rate")
+    return value

@@ -343,6 +343,7 @@ def test_a_rank_with_nothing_to_exchange_launches_nothing_for_it(tmp_path: Path)
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
         ),
         (["--ranks", "3", "--ep", "2"], "3"),
+        (["--workload", "kimi-k2", "--ranks", "1024", "--ep", "64"], "of memory for its weights alone"),
         (["--steps", "0"], "steps must be 1 or more, not 0"),
         (["--variant", "batched", "--variant", "batched"], "each once"),
     ],

@@ -211,3 +211,18 @@ def test_unknown_variant_and_buckets_name_the_nearest():
         Trainer(TINY, ranks=1, ep=1, rank=0, variant="batch")
     with pytest.raises(ValueError, match="unknown buckets 'publishd'; did you mean 'published'"):
         Trainer(TINY, ranks=1, ep=1, rank=0, buckets="publishd")
+
+
+def diverge(rank: int, ranks: int) -> str:
+    trainer = Trainer(TINY, ranks=ranks, ep=1, rank=rank, tokens=16, lr=1e30, ns_dtype=torch.float32)
+    try:
+        for step in range(3):
+            trainer.train_step(step)
+    except FloatingPointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_training_that_diverges_says_so_on_all_ranks(pool: Pool):
+    said = "the norm of the gradients is nan: the training has diverged, take a smaller learning rate"
+    assert pool.run(2, diverge) == [said] * 2

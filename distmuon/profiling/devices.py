@@ -1,10 +1,14 @@
-"""The device of a rank, and what Newton-Schulz runs in on it."""
+"""The device of a rank, what fits on it, and what Newton-Schulz runs in on it."""
 
 from __future__ import annotations
 
 import os
 
 import torch
+
+from distmuon.profiling.memory import machine_bytes
+from distmuon.workloads import get_workload
+from distmuon.workloads.model import build_model
 
 DEVICES = ("auto", "cpu", "cuda")
 NS_DTYPES = ("auto", "bfloat16", "float32")
@@ -24,6 +28,27 @@ def refuse_absent_gpus(device: str, ranks: int) -> None:
     if device == "cuda" and not _enough_gpus(ranks):
         count = torch.cuda.device_count()
         raise ValueError(f"device 'cuda' needs a GPU a rank: {local_ranks(ranks)}, and there are {count}")
+
+
+def refuse_too_large(workload: str, device: str, ranks: int) -> None:
+    """Refuse a workload whose weights alone are more than this machine has room for.
+
+    Every rank makes the whole model before it keeps its part, so all ranks of a machine hold it at once.
+
+    Raises:
+        ValueError: saying how much that is, and how much there is.
+    """
+    weights = sum(4 * parameter.numel() for parameter in build_model(get_workload(workload), "meta").parameters())
+    if device == "cpu" or not _enough_gpus(ranks):
+        copies, memory, there = local_ranks(ranks), "memory", machine_bytes()
+    else:
+        copies, memory, there = 1, "a GPU's memory", torch.cuda.get_device_properties(0).total_memory
+    if copies * weights > there:
+        needed, held = (f"{value / 2**30:,.0f} GiB" for value in (copies * weights, there))
+        raise ValueError(
+            f"workload {workload!r} needs {needed} of {memory} for its weights alone, which each rank makes whole, and "
+            f"there are {held}: divide its sizes, as in {workload.partition('/')[0] + '/16'!r}, or take fewer ranks"
+        )
 
 
 def rank_device(device: str, ranks: int) -> torch.device:

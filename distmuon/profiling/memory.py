@@ -1,7 +1,8 @@
-"""How much memory a process has taken."""
+"""How much memory a process has taken, and how much there is."""
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -19,6 +20,11 @@ def peak_rss_bytes() -> int:
         return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def machine_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def torch_rss_bytes() -> int:

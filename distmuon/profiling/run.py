@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from distmuon.folders import claim, fresh
-from distmuon.profiling.devices import refuse_absent_gpus
+from distmuon.profiling.devices import refuse_absent_gpus, refuse_too_large
 from distmuon.profiling.launch import launch
 from distmuon.profiling.results import Run
 from distmuon.profiling.session import Settings, profile_rank
@@ -39,11 +39,13 @@ def profile(
         The results; None on a rank other than 0 of a run that was joined.
 
     Raises:
-        ValueError: GPUs are asked for and there are too few.
+        ValueError: GPUs are asked for and there are too few, or the workload is too large for this machine.
         FileExistsError: ``out`` already holds files.
         RankFailure: a rank died or hung; no process is left.
     """
-    refuse_absent_gpus(settings.device, settings.ranks)  # before there is a folder, or a rank that dies of it
+    # Before there is a folder, or a rank that dies of it.
+    refuse_absent_gpus(settings.device, settings.ranks)
+    refuse_too_large(settings.workload, settings.device, settings.ranks)
     command = command or shlex.join(["python", *sys.argv])
     folder = Path(out) if out else fresh(f"profile-{settings.workload.replace('/', '-by-')}")
     rank = int(os.environ.get("RANK", 0))

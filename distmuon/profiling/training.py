@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import pandas as pd
 
 from distmuon.folders import claim, fresh
-from distmuon.profiling.devices import refuse_absent_gpus
+from distmuon.profiling.devices import refuse_absent_gpus, refuse_too_large
 from distmuon.profiling.launch import launch
 from distmuon.profiling.training_ranks import ADAMW, CHECKPOINT, DISTMUON, RESULTS, RESUMED, Settings
 from distmuon.richtext import Shown
@@ -134,12 +134,13 @@ def train(
         progress: where rank 0's progress goes; None for standard error.
 
     Raises:
-        ValueError: GPUs are asked for and there are too few.
+        ValueError: GPUs are asked for and there are too few, or the workload is too large for this machine.
         FileExistsError: ``out`` already holds files.
         RankFailure: a rank died or hung; no process is left.
         ResumeError: the resumed run differs.
     """
     refuse_absent_gpus(settings.device, settings.ranks)
+    refuse_too_large(settings.workload, settings.device, settings.ranks)
     folder = Path(out) if out else fresh(f"training-{settings.workload.replace('/', '-by-')}")
     claim(folder)
     (folder / "settings.json").write_text(settings.to_json() + "\n")

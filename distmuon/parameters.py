@@ -111,7 +111,8 @@ def claims(
     for spec in specs:
         if spec.storage:
             ranks = spec.storage.ranks
-            items = found.setdefault(ranks, list(common))
+            # A rank that has no parameter there lacks this item first.
+            items = found.setdefault(ranks, [("parameter 0 there", f"{spec.name!r} of shape {spec.shape}"), *common])
             begins = last_group.get(ranks) != spec.group
             items.append((f"parameter {number[ranks]} there", f"{spec}{', first of a parameter group' * begins}"))
             if begins:

@@ -118,7 +118,8 @@ def one_has_no_parameters(rank: int, ranks: int) -> str:
 
 def test_an_empty_list_on_one_rank_of_a_mesh_is_refused_on_all(pool):
     (message,) = set(pool.run(3, one_has_no_parameters))
-    assert message.startswith("the ranks of mesh (0, 1, 2) disagree on buckets. rank 0: nothing; ranks 1, 2: ")
+    said = "the ranks of mesh (0, 1, 2) disagree on parameter 0 there. rank 0: nothing; ranks 1, 2: 'a' of shape (4, 4)"
+    assert message == said
 
 
 def one_has_a_number(rank: int, ranks: int) -> str:
@@ -143,7 +144,8 @@ def one_has_plain_tensors(rank: int, ranks: int) -> str:
 def test_plain_tensors_on_one_rank_of_a_mesh_are_refused_on_all(pool):
     messages = pool.run(2, one_has_plain_tensors)
     assert messages[0] == messages[1]
-    assert messages[0].startswith("the ranks of mesh (0, 1) disagree on buckets. rank 0: nothing; rank 1:")
+    said = "the ranks of mesh (0, 1) disagree on parameter 0 there. rank 0: nothing; rank 1: 'a' of shape (4, 4)"
+    assert messages[0] == said
 
 
 def one_misspells_a_setting_of_plain_tensors(rank: int, ranks: int) -> str:

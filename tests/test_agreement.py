@@ -166,7 +166,7 @@ def some_construct(rank: int, ranks: int, those: list[int]) -> tuple[str, float]
             DistMuon([weight(4, 4)])
     except RuntimeError as error:
         return str(error), time.monotonic() - start
-    time.sleep(2.0)  # who is gone altogether would end the wait at once
+    time.sleep(4.0)  # who is gone altogether would end the wait at once
     return "no error", 0.0
 
 
@@ -187,7 +187,7 @@ def test_ranks_that_do_not_construct_end_the_wait_of_the_others_within_the_time_
             assert message == "no error"
             continue
         assert message.startswith("not all ranks set up DistMuon within the time-out, 0:00:01")
-        assert seconds < 1.9
+        assert seconds < 3.9
     if backend == "gloo":
         assert said in results[those[0]][0]
 
